@@ -25,6 +25,7 @@ from planner.changing.freeze_policy import freeze_bound, halved_pipeline
 from planner.changing.freeze_schedule import FreezePhase
 from planner.library.configs import load_config
 from planner.planning import as_module, plan
+from planner.training_programs import PhaseProgram
 from planner.training_timeline import TrainingTimeline, freeze_first, layers_of, shortest
 from runtime.calls.skeleton import skeleton
 from runtime.migration.move_price import REPLAN_SECONDS, step_seconds
@@ -212,8 +213,9 @@ def simulate(training: FineTuning, variant: Variant, epochs: int, alpha: float, 
         return plan_of(training, variant.layout(boxes, num_layers, layers), layers, cached, variant.searches)
 
     def train(cached: list[int]) -> TrainingTimeline:
-        plans = [[planned(*layers)] for layers in zip(frozen, cached)]
-        return TrainingTimeline(shortest(phases, plans, boxes, REPLAN_SECONDS), plans[0][0], num_layers)
+        plans = [planned(*layers) for layers in zip(frozen, cached)]
+        programs = [[PhaseProgram(plan)] for plan in plans]
+        return TrainingTimeline(shortest(phases, programs, boxes, REPLAN_SECONDS), plans[0], num_layers)
 
     num_bytes = 4 * training.num_tokens * config.hidden_size * training.num_samples
     return fastest(frozen, variant, train, num_bytes / (MACHINES * cache_bandwidth))

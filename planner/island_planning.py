@@ -46,6 +46,7 @@ class IslandPlans:
         inner_steps: H.
         exchange_seconds: of one exchange of all parameters.
         wire_format: what it sends.
+        loss_budget: that says H; None where H was given.
     """
 
     cluster: IslandCluster
@@ -56,6 +57,7 @@ class IslandPlans:
     inner_steps: int
     exchange_seconds: float
     wire_format: str
+    loss_budget: float | None = None
 
     @property
     def inner_seconds(self) -> float:
@@ -114,6 +116,11 @@ class IslandPlans:
             f"DiLoCo, H = {self.inner_steps}: {self.seconds:.4g} s a step, of which {self.exchange_seconds:.4g} s / "
             f"{self.inner_steps} for {self.wire_format} differences of all parameters"
         )
+        if self.loss_budget is not None:
+            lines.append(
+                f"  H by a loss budget of {self.loss_budget:.2%}, as the DiLoCo paper has it of 150 million parameters "
+                "on 8 islands: a small model from scratch loses more (docs/slow_links.md), so try yours"
+            )
         for index, (plan, batch) in enumerate(zip(self.islands, self.batches)):
             lines.append(f"  island {index}: {batch} samples in {step_seconds(plan):.4g} s, {_axes(plan)}")
         chosen = f"DiLoCo with H = {self.inner_steps}" if self.meets_rarely else "synchronous"
@@ -167,7 +174,9 @@ def plan_islands(
     elements = sum(math.prod(state.shape) for state in alone[0].states.values() if state.trainable)
     exchange = cluster.exchange_seconds if wire_format == "float32" else cluster.gather_seconds
     seconds = exchange(WIRE_BYTES[wire_format] * elements)
-    return IslandPlans(cluster, synchronous, obstacle, tuple(alone), tuple(batches), allowed, seconds, wire_format)
+    budget = loss_budget if inner_steps is None else None
+    plans = tuple(alone), tuple(batches)
+    return IslandPlans(cluster, synchronous, obstacle, *plans, allowed, seconds, wire_format, budget)
 
 
 def step_seconds(plan: Plan) -> float:

@@ -87,7 +87,7 @@ def main() -> None:
             comparisons.append(difference("loss", "loss", loss, expected.detach()))
 
         def epoch() -> None:
-            before = cache.hits, cache.misses
+            before = cache.hits, cache.misses, cache.converted
             for rows in torch.randperm(SAMPLES, generator=generator).split(BATCH * payload["accumulate"]):
                 with parallel.accumulate(payload["accumulate"]):
                     for part in rows.split(BATCH):
@@ -95,7 +95,8 @@ def main() -> None:
                 for one in (optimizer, alone):
                     one.step()
                     one.zero_grad()
-            results["counts"].append([cache.hits - before[0], cache.misses - before[1]])
+            now = cache.hits, cache.misses, cache.converted
+            results["counts"].append([one - other for one, other in zip(now, before)])
 
         epoch()
         for plan, after, paths in zip(payload["plans"][1:], payload["after"], payload["frozen"], strict=True):
@@ -110,7 +111,7 @@ def main() -> None:
             epoch()
         if payload.get("price"):
             price = cache.replan(slow_devices(2), optimizer, after=payload["after"][-2], fix=plan, **options)
-            results["prices"] = [price.computed, price.cached, price.reading, cache.after]
+            results["prices"] = [price.computed, price.cached, price.reading, price.converted, cache.after]
             slow = planner.ActivationCache(parallel, memory_bytes=1e6, bytes_per_second=1.0)
             assert slow.replan(slow_devices(2), optimizer, after="layers.0", fix=plan, **options) is not None
             results["slow"] = slow.after

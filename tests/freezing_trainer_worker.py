@@ -20,7 +20,11 @@ from tests.ranks import answer, task
 from tests.small_models import seeded
 from tests.tracing import traced_once
 
-POLICY = planner.FreezePolicy.adaptive(num_layers=4, alpha=0.4)
+#: The adaptive rule, and all layers at the third decision.
+_ADAPTIVE = planner.FreezePolicy.adaptive(num_layers=4, alpha=0.4)
+POLICY = planner.FreezePolicy(
+    4, lambda decision, frozen, norms: 4 if decision == 3 else _ADAPTIVE.next(decision, frozen, norms)
+)
 #: Steps from one decision to the next: two epochs.
 EVERY = 6
 
@@ -29,6 +33,13 @@ def undropped() -> Tagger:
     model = Tagger()
     for layer in model.layers:
         layer.dropout = nn.Dropout(0.0)
+    return model
+
+
+def tied() -> Tagger:
+    """Whose embedding trains on while layers behind it are frozen: nothing that they give can be kept."""
+    model = undropped()
+    model.output.weight = model.embedding.weight
     return model
 
 
@@ -109,6 +120,13 @@ def main() -> None:
         comparisons.append(
             difference("evaluation", "loss", torch.tensor(evaluated, dtype=torch.float64), single(**whole).detach())
         )
+        freezing = planner.Freezing(
+            planner.FreezePolicy(4, lambda *_: 2), every=1, cache=planner.CacheRoom(1e6), replan_seconds=0.0
+        )
+        third = planner.Trainer(seeded(tied), "tp=2", freeze=freezing, global_batch=BATCH, log_every=0)
+        third.fit(samples(), num_steps=2)
+        assert third._freezing is not None and third._freezing.cache is not None
+        counts.append([third._freezing.frozen, third._freezing.cache.after])
         unfrozen = planner.Trainer(undropped(), "tp=2", global_batch=BATCH, checkpoint_dir=folder / "run", log_every=0)
         try:
             unfrozen.fit(samples(), num_epochs=8)

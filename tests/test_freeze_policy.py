@@ -20,7 +20,10 @@ def test_a_layer_that_still_learns_ends_what_is_frozen() -> None:
     assert policy.next(1, 0) == 3
     assert policy.next(1, 0, [0.1, 0.2, 0.9, 0.3, 0.8, 0.7]) == 2
     assert policy.next(1, 0, [0.9, 0.1, 0.1, 0.3, 0.8, 0.7]) == 0
-    assert policy.next(2, 2, [0.0, 0.0, 0.1, 0.2, 0.3, 0.05]) == 4
+    # Fewer than the bound were frozen: of the four layers that are left half may be, and these are the third and last.
+    assert policy.next(2, 2) == 4
+    assert policy.next(2, 2, [0.0, 0.0, 0.1, 0.2, 0.3, 0.05]) == 3
+    assert policy.next(2, 0, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]) == 3
 
 
 def test_a_schedule_and_a_rule_of_ones_own() -> None:
@@ -33,5 +36,9 @@ def test_a_schedule_and_a_rule_of_ones_own() -> None:
     assert planner.FreezePolicy(4, lambda decision, frozen, norms: decision // 2).next(5, 0) == 2
     with pytest.raises(ValueError, match="freezes 9 layers"):
         planner.FreezePolicy(4, lambda decision, frozen, norms: 9).next(0, 0)
+    with pytest.raises(ValueError, match=r"the rule freezes=1.5: give a whole number"):
+        planner.FreezePolicy(4, lambda decision, frozen, norms: 1.5).next(0, 0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match=r"every=2.5: give a whole number"):
+        planner.Freezing(policy, every=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one for each"):
         policy.next(0, 0, [1.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,13 +23,14 @@ PARAMETERS = sum(value.numel() for value in LlamaForCausalLM(CONFIG).parameters(
 H = 100
 
 
-def planned(bandwidth: float) -> IslandPlans:
+def planned(bandwidth: float, **options: Any) -> IslandPlans:
     """Two islands of one device each."""
     cluster = IslandCluster("two", (ALONE, ALONE), 0.0, bandwidth)
     fix = {"recompute": "none", "zero": 0, "num_microbatches": 1}
     return plan_islands(
-        CONFIG, cluster, global_batch=4, inner_steps=H, seq_len=16, dtype="float32", fix=fix, fuse=False
-    )
+        CONFIG, cluster, global_batch=4, seq_len=16, dtype="float32", fix=fix, fuse=False,
+        **(options or {"inner_steps": H}),
+    )  # fmt: skip
 
 
 def test_the_choice_changes_at_the_bandwidth_at_which_both_take_as_long() -> None:
@@ -52,6 +54,9 @@ def test_where_neither_way_is_possible_nothing_is_saved(tmp_path: Path) -> None:
 
 def test_the_loss_budget_says_which_H() -> None:
     assert [largest_inner_steps(budget) for budget in (0, 0.0145, 0.029, 1)] == [1, 223, 1000, 1000]
+    by_budget = planned(1.0, loss_budget=0.0145)
+    assert by_budget.inner_steps == 223 and "H by a loss budget of 1.45%, as the DiLoCo paper" in by_budget.summary()
+    assert "budget" not in planned(1.0).summary()
     with pytest.raises(ValueError, match="share of the perplexity"):
         largest_inner_steps(-0.1)
 

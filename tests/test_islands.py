@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.islands.outer_state import JointState
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
@@ -98,6 +99,29 @@ def test_what_cannot_be_is_refused(result: dict[str, Any]) -> None:
     assert "must be the same on all ranks" in differing
     assert "fragments=3" in too_many and "inner_steps=0" in too_few
     assert "float32, bfloat16, float16, int8" in unknown
+
+
+def test_an_outer_optimizer_that_counts_its_steps_keeps_its_count() -> None:
+    """Adam, stepped twice in seven inner steps, saved and loaded."""
+    weight, counts = torch.nn.Parameter(torch.ones(3)), [7, 0]
+
+    def joint(place: int) -> tuple[JointState, torch.optim.Optimizer, torch.nn.Parameter]:
+        copy = torch.nn.Parameter(torch.zeros(3))
+        outer = torch.optim.Adam([copy])
+
+        def count(steps: int | None) -> int:
+            counts[place] = counts[place] if steps is None else steps
+            return counts[place]
+
+        return JointState(torch.optim.SGD([weight]), outer, lambda _: copy, count, lambda: None), outer, copy
+
+    (saved, before, copy), (loaded, after, other) = joint(0), joint(1)
+    for _ in range(2):
+        copy.grad = torch.ones(3)
+        before.step()
+    loaded[weight] = saved[weight]
+    assert counts == [7, 7] and after.state[other]["step"] == 2
+    assert torch.equal(other, copy) and torch.equal(after.state[other]["exp_avg"], before.state[copy]["exp_avg"])
 
 
 def test_formats_of_the_wire_keep_their_errors() -> None:

@@ -2,6 +2,7 @@
 
 The ring's slots are first those in memory (a file of shared memory), then those in a file on disk, which is mapped. A
 row stays where it was written: every sample is read once an epoch, so none deserves the faster place more than another.
+The index says which key each slot has, and in a second ring which slots were written last.
 The files have no names: they are gone with the last process that has them open, however it ends. Other processes of the
 node open them by way of the process that made them.
 """
@@ -14,7 +15,7 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,10 @@ import torch
 
 from runtime.agreement.ranks_together import Ranks
 
-#: Bytes of a key, and of the head of the index: a token that says which ring it is, and how many rows were written.
-KEY_BYTES, TOKEN_BYTES, HEAD_BYTES = 16, 16, 24
+#: Bytes of a key, of a number, and of the head of the index: a token that says which ring it is, how many rows were
+#: written, and how many of them in the ring's order.
+KEY_BYTES, TOKEN_BYTES, NUMBER_BYTES = 16, 16, 8
+HEAD_BYTES = TOKEN_BYTES + 2 * NUMBER_BYTES
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -63,7 +66,7 @@ class SampleRing:
     def __init__(self, files: tuple[BinaryIO, BinaryIO, BinaryIO], sizes: RingSizes) -> None:
         self.sizes = sizes
         self._files = files
-        self._index = mmap.mmap(files[0].fileno(), HEAD_BYTES + KEY_BYTES * sizes.slots)
+        self._index = mmap.mmap(files[0].fileno(), _index_bytes(sizes))
         self._parts = [_mapped(file, count * sizes.row_bytes) for file, count in zip(files[1:], self._counts)]
         self._slots: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
@@ -82,7 +85,7 @@ class SampleRing:
         """
         memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else folder
         files = (
-            _file(memory, HEAD_BYTES + KEY_BYTES * sizes.slots, "the activation cache's index"),
+            _file(memory, _index_bytes(sizes), "the activation cache's index"),
             _file(memory, sizes.row_bytes * sizes.memory_slots, "memory_bytes of the activation cache"),
             _file(folder, sizes.row_bytes * sizes.disk_slots, "disk_bytes of the activation cache"),
         )
@@ -117,19 +120,48 @@ class SampleRing:
                 return None
             return torch.stack([self._row(slot) for slot in slots if slot is not None])
 
-    def write(self, keys: Sequence[bytes], rows: torch.Tensor) -> None:
-        """Keep rows, uint8 [keys, bytes of a row], whose keys are new; the oldest are overwritten."""
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether there is a row, for each of ``keys``."""
+        with self._locked(fcntl.LOCK_SH):
+            self._look()
+            return [key in self._slots for key in keys]
+
+    def write(self, keys: Sequence[bytes], rows: torch.Tensor, *, replaced: Sequence[bytes] | None = None) -> None:
+        """Keep rows, uint8 [keys, bytes of a row], whose keys are new.
+
+        Args:
+            replaced: for each the key of a row whose place it takes; where there is none, or without ``replaced``, it
+                takes that of the oldest.
+        """
         with self._locked(fcntl.LOCK_EX):
             self._look()
-            for key, row in zip(keys, rows, strict=True):
+            for key, row, old in zip(keys, rows, replaced or [b""] * len(keys), strict=True):
                 if key in self._slots:
                     continue
-                slot = self._num_seen % self.sizes.slots
+                in_order, slot = self._number(1), self._slots.get(old)
+                if slot is None:
+                    slot = in_order % self.sizes.slots
+                    self._set_number(1, in_order + 1)
                 self._row(slot).copy_(row)
-                start = HEAD_BYTES + slot * KEY_BYTES
-                self._index[start : start + KEY_BYTES] = key
-                self._index[TOKEN_BYTES:HEAD_BYTES] = (self._num_seen + 1).to_bytes(HEAD_BYTES - TOKEN_BYTES, "little")
+                self._note(slot, key)
                 self._look()
+
+    def _note(self, slot: int, key: bytes) -> None:
+        """Say that a slot was written."""
+        start = HEAD_BYTES + slot * KEY_BYTES
+        self._index[start : start + KEY_BYTES] = key
+        written = self._number(0)
+        self._set_number(2 + self.sizes.slots * KEY_BYTES // NUMBER_BYTES + written % self.sizes.slots, slot)
+        self._set_number(0, written + 1)
+
+    def _number(self, place: int) -> int:
+        """A number of the index behind the token: two of its head, then keys, then slots in the order of writing."""
+        start = TOKEN_BYTES + place * NUMBER_BYTES
+        return int.from_bytes(self._index[start : start + NUMBER_BYTES], "little")
+
+    def _set_number(self, place: int, number: int) -> None:
+        start = TOKEN_BYTES + place * NUMBER_BYTES
+        self._index[start : start + NUMBER_BYTES] = number.to_bytes(NUMBER_BYTES, "little")
 
     def _row(self, slot: int) -> torch.Tensor:
         part, place = (0, slot) if slot < self.sizes.memory_slots else (1, slot - self.sizes.memory_slots)
@@ -138,13 +170,20 @@ class SampleRing:
 
     def _look(self) -> None:
         """Take up what was written since the last look, by any process."""
-        written = int.from_bytes(self._index[TOKEN_BYTES:HEAD_BYTES], "little")
-        for number in range(max(self._num_seen, written - self.sizes.slots), written):
-            slot = number % self.sizes.slots
+        written, slots = self._number(0), self.sizes.slots
+        if written - self._num_seen > slots:  # more than the index tells one by one
+            changed: Iterable[int] = range(slots)
+        else:
+            log = 2 + slots * KEY_BYTES // NUMBER_BYTES
+            changed = [self._number(log + number % slots) for number in range(self._num_seen, written)]
+        for slot in changed:
             start = HEAD_BYTES + slot * KEY_BYTES
             key = bytes(self._index[start : start + KEY_BYTES])
-            self._slots.pop(self._keys.get(slot, b""), None)
-            self._keys[slot], self._slots[key] = key, slot
+            before = self._keys.get(slot, b"")
+            if self._slots.get(before) == slot:
+                del self._slots[before]
+            if any(key):
+                self._keys[slot], self._slots[key] = key, slot
         self._num_seen = written
 
     @contextmanager
@@ -178,6 +217,10 @@ def shared_ring(ranks: Ranks, ring: SampleRing | None, sizes: RingSizes, folder:
     if ring is None and address is not None:
         ring = SampleRing.opened(address)
     return ranks.together(lambda: ring or SampleRing.create(sizes, folder))
+
+
+def _index_bytes(sizes: RingSizes) -> int:
+    return HEAD_BYTES + (KEY_BYTES + NUMBER_BYTES) * sizes.slots
 
 
 def _file(folder: Path | None, num_bytes: int, what: str) -> BinaryIO:

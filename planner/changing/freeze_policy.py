@@ -1,8 +1,8 @@
 """Which layers of a model are frozen as training goes on: a schedule, PipeTransformer's adaptive rule, or a function.
 
 The adaptive rule (He et al., PipeTransformer, 2021): at the t-th decision at most
-L_t = L_{t−1} + α (L − L_{t−1}) of the L layers are frozen, from the first on, and none before a layer whose gradient
-norm is not among the smallest.
+L_t = L_{t−1} + α (L − L_{t−1}) of the L layers are frozen, where L_{t−1} are frozen before it: those before the first
+whose gradient norm is not among the smallest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from cost_models.checked_numbers import check_whole_number
 
 #: Number of the decision, layers that are frozen, gradient norms of all layers → layers to freeze, from the first on.
 FreezeRule = Callable[[int, int, Sequence[float]], int]
@@ -63,7 +65,9 @@ class FreezePolicy:
             raise ValueError(f"alpha={alpha}: the share of the remaining layers that a decision may freeze, in (0, 1)")
 
         def rule(decision: int, before: int, norms: Sequence[float]) -> int:
-            bound = freeze_bound(num_layers, alpha, decision)
+            # Fewer may be frozen than the bound allowed so far: a share of those that are left may be from here.
+            share = math.ceil(before + alpha * (num_layers - before) - 1e-9)
+            bound = min(freeze_bound(num_layers, alpha, decision), share)
             if not norms or bound <= before:
                 return bound
             smallest = sorted(range(before, num_layers), key=lambda layer: (norms[layer], layer))[: bound - before]
@@ -85,6 +89,7 @@ class FreezePolicy:
         if norms and len(norms) != self.num_layers:
             raise ValueError(f"{len(norms)} gradient norms for {self.num_layers} layers: give one for each")
         count = self.rule(decision, frozen, norms)
+        check_whole_number("the layers that the rule freezes", count, at_least=0)
         if not 0 <= count <= self.num_layers:
             raise ValueError(f"the rule freezes {count} layers of a model that has {self.num_layers}")
         return max(frozen, count)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cost_models.fields import as_table, check_finite, check_keys, get_count, get_number, get_tables
+from cost_models.checked_numbers import check_whole_number
+from cost_models.fields import as_table, check_finite, check_keys, get_count, get_number, get_seconds, get_tables
 from cost_models.files import read_toml
 from planner.changing.freeze_policy import FreezePolicy
 
@@ -34,6 +35,7 @@ class FreezeSchedule:
         alpha, every: of the adaptive rule in its place, which decides every so many steps. Gradient norms are not known
             beforehand: the most that it may freeze is taken.
         replan_seconds: of making programs for another plan; None: ``runtime.migration.move_price.REPLAN_SECONDS``.
+        steps_of_epoch: until each sample was seen once; None: not known, as only a cache needs it.
 
     Raises:
         ValueError: for steps outside of the training, and for both or neither of the two ways to say it.
@@ -44,6 +46,7 @@ class FreezeSchedule:
     alpha: float | None = None
     every: int | None = None
     replan_seconds: float | None = None
+    steps_of_epoch: int | None = None
 
     def __post_init__(self) -> None:
         if bool(self.frozen) is (self.alpha is not None):
@@ -58,6 +61,8 @@ class FreezeSchedule:
                 )
         if self.replan_seconds is not None and self.replan_seconds < 0:
             raise ValueError(f"replan_seconds = {self.replan_seconds}: seconds of at least 0")
+        if self.steps_of_epoch is not None:
+            check_whole_number("steps_of_epoch", self.steps_of_epoch, at_least=1)
 
     @staticmethod
     def from_toml(path: str | Path) -> FreezeSchedule:
@@ -68,7 +73,7 @@ class FreezeSchedule:
         """
         table = read_toml(path, what="freeze schedule")
         check_finite(table, "the freeze schedule")
-        check_keys(table, ("steps", "replan_seconds", "freeze", "adaptive"), "the freeze schedule")
+        check_keys(table, ("steps", "replan_seconds", "steps_of_epoch", "freeze", "adaptive"), "the freeze schedule")
         frozen: dict[int, int] = {}
         for entry in get_tables(table, "freeze", "the freeze schedule") if "freeze" in table else []:
             check_keys(entry, ("step", "layers"), "[[freeze]]")
@@ -85,7 +90,9 @@ class FreezeSchedule:
                 "every": get_count(adaptive, "every", "[adaptive]"),
             }
         if "replan_seconds" in table:
-            rule["replan_seconds"] = float(get_number(table, "replan_seconds", "the freeze schedule"))
+            rule["replan_seconds"] = get_seconds(table, "replan_seconds", "the freeze schedule")
+        if "steps_of_epoch" in table:
+            rule["steps_of_epoch"] = get_count(table, "steps_of_epoch", "the freeze schedule")
         return FreezeSchedule(get_count(table, "steps", "the freeze schedule"), frozen, **rule)
 
     def phases(self, num_layers: int) -> tuple[FreezePhase, ...]:

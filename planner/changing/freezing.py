@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cost_models.checked_numbers import check_whole_number
 from planner.changing.freeze_policy import FreezePolicy
 
 #: Bytes that a node reads of its cache in a second, unless said: an assumption, nothing is measured.
@@ -39,6 +40,15 @@ class CacheRoom:
                 f"memory_bytes={self.memory_bytes}, disk_bytes={self.disk_bytes}, "
                 f"bytes_per_second={self.bytes_per_second}: an activation cache has room in memory or on disk, and is "
                 "read in some time"
+            )
+
+    def check_epoch(self, num_bytes: int, num_steps: int) -> None:
+        """Raise ValueError unless there is room for outputs of ``num_bytes`` of each of the steps of an epoch."""
+        needed, available = num_bytes * num_steps, int(self.memory_bytes) + int(self.disk_bytes)
+        if needed > available:
+            raise ValueError(
+                f"an epoch's outputs take {needed:,} bytes on each node, the cache has {available:,}: they would be "
+                "overwritten before they are read"
             )
 
 
@@ -75,8 +85,8 @@ class Freezing:
     replan_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every={self.every}: at least 1 step from one decision to the next, or None for epochs")
+        if self.every is not None:
+            check_whole_number("every", self.every, at_least=1)
         if isinstance(self.targets, str):
             raise ValueError(f"targets={self.targets!r}: give a list of meshes, such as ['pp=2,dp=2', 'dp=4']")
         if self.replan_seconds is not None and not self.replan_seconds >= 0:

@@ -15,14 +15,17 @@ _SEARCH = frozenset(
     )
 )  # fmt: skip
 
-#: Of ``--serve``, of islands, and of the rest.
+#: Of ``--serve``, of islands, and of a cache of frozen layers' outputs.
 SERVING = frozenset(("serve", "prompt_len", "new_tokens", "batch"))
 ISLANDS = frozenset(("loss_budget", "inner_steps", "wire_format"))
+CACHING = frozenset(("cache_memory", "cache_disk", "cache_speed"))
 
 #: What may be set beside ``--serve``, beside a cluster of islands, and beside ``--freeze``.
 TAKEN_BY_SERVING = _MODEL | SERVING | {"cluster", "mesh", "unequal"}
 TAKEN_BY_ISLANDS = _MODEL | _BATCH | _SEARCH | ISLANDS | {"cluster", "output"}
-TAKEN_BY_FREEZE = _MODEL | _BATCH | _SEARCH | {"cluster", "unequal", "memory", "pin", "forbid", "devices", "freeze"}
+TAKEN_BY_FREEZE = (
+    _MODEL | _BATCH | _SEARCH | CACHING | {"cluster", "unequal", "memory", "pin", "forbid", "devices", "freeze"}
+)
 
 
 def flag(name: str) -> str:

@@ -11,9 +11,10 @@ from cost_models.files import check_writable
 from cost_models.island_cluster import has_islands
 from cost_models.text import printable, printable_lines
 from cost_models.unequal_devices import refuse_unequal
-from planner.cli.freeze_command import run_training_timeline
+from planner.cli.freeze_command import add_cache_arguments, run_training_timeline
 from planner.cli.island_command import run_island_plan
 from planner.cli.option_scopes import (
+    CACHING,
     ISLANDS,
     SERVING,
     TAKEN_BY_FREEZE,
@@ -130,6 +131,7 @@ def add_plan(commands: Any) -> None:
         metavar="SCHEDULE.toml",
         help="plan a whole training whose first layers freeze on the way, and print when it replans",
     )
+    add_cache_arguments(parser.add_argument_group("a cache of what frozen layers give (with --freeze)"))
     islands = parser.add_argument_group("islands with slow links between them (a cluster file with [[islands]])")
     islands.add_argument(
         "--loss-budget",
@@ -213,6 +215,7 @@ def run_plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     if options.freeze is not None:
         refuse_beside(options, parser, TAKEN_BY_FREEZE, beside="--freeze, which plans several steps")
         return run_training_timeline(options, {**_common(options), **_where(options)})
+    refuse_alone(options, CACHING, without="is of a training that freezes: give --freeze SCHEDULE.toml")
     names, layouts = _baselines(options), _user_layouts(options)
     request = {**_common(options), **_where(options)}
     with progress_bar() as progress:

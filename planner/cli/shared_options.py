@@ -127,8 +127,11 @@ def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | s
     return choices
 
 
-def read_gib(text: str, *, expected: str = "a positive number of GiB") -> float:
-    """A positive number of GiB, in bytes; ``expected``: what ``--memory`` takes.
+def read_gib(text: str, *, option: str = "--memory", expected: str = "a positive number of GiB") -> float:
+    """A positive number of GiB, in bytes.
+
+    Args:
+        option: whose value it is; ``expected``: what that takes.
 
     Raises:
         ValueError: if it is not one.
@@ -138,7 +141,7 @@ def read_gib(text: str, *, expected: str = "a positive number of GiB") -> float:
     except ValueError:
         gib = -1.0
     if not 0 < gib < float("inf"):
-        raise ValueError(f"--memory takes {expected}, got {text!r}")
+        raise ValueError(f"{option} takes {expected}, got {text!r}")
     return gib * 2**30
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.activation_cache.activation_cache import ActivationCache
 from planner.changing.freezing import Freezing
-from planner.training_timeline import first_parameters, layers_of
+from planner.training_timeline import first_parameters, frozen_modules, layers_of
 from runtime.migration.move_price import REPLAN_SECONDS, ReplanDecision
 from runtime.module.parallel_module import ParallelModule
 
@@ -100,7 +100,7 @@ class GradualFreezing:
 
     def set_modes(self) -> None:
         """Frozen layers are in evaluation mode, and so are modules without parameters that stand before them."""
-        for path in self._evaluated():
+        for path in frozen_modules(self._model, self.layers, self.frozen):
             self._parallel.get_submodule(path).eval()
 
     def train_step(self, batch: Mapping[str, Any], *, local_inputs: bool) -> torch.Tensor | None:
@@ -129,20 +129,5 @@ class GradualFreezing:
             )  # fmt: skip
         return self.cache.replan_if_it_pays(
             self._targets, optimizer, after=self.layers[self.frozen - 1], remaining_steps=remaining_steps,
-            steps_of_epoch=steps_of_epoch, replan_seconds=replan_seconds, **self._options,
+            steps_of_epoch=steps_of_epoch, replan_seconds=replan_seconds, required=False, **self._options,
         )  # fmt: skip
-
-    def _evaluated(self) -> Sequence[str]:
-        """Paths of frozen layers, and of modules before the first that hold parameters which are frozen, or none."""
-        if not self.frozen:
-            return []
-        names = first_parameters(self._model, self.layers[: self.frozen])
-        paths = []
-        for path, module in self._model.named_modules():
-            if path == self.layers[0]:
-                break
-            is_around = self.layers[0].startswith(f"{path}.") or not path
-            own = [f"{path}.{name}" for name, _ in module.named_parameters()]
-            if not is_around and all(name in names for name in own):
-                paths.append(path)
-        return [*paths, *self.layers[: self.frozen]]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cost_models.checked_numbers import check_whole_number
 from planner.changing.freezing import Freezing
-from planner.checked_numbers import check_whole_number
 from planner.compilation import compile
 from planner.targets import Target
 from planner.trainer import trainer_batches as batches

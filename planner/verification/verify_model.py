@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cost_models import Cluster
+from cost_models.checked_numbers import check_whole_number
 from passes.capture import keep_float64
 from passes.capture.independent_copy import independent_copy
 from passes.ir.graph import Graph
@@ -20,7 +21,6 @@ from passes.ir.types import I, MeshShape
 from passes.pipeline_cut import DATA_AXES
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
-from planner.checked_numbers import check_whole_number
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from runtime.parameters import SCALARS, ShardedParameter
 
-#: Before the keys of what the outer optimizer keeps of a parameter.
+#: Before the keys of what the outer optimizer keeps of a parameter; an optimizer of its own may have a ``step``.
 OUTER = "outer_"
-WEIGHT, STEP = OUTER + "weight", OUTER + "step"
+WEIGHT, STEP = OUTER + "weight", OUTER + "num_inner_steps"
 
 
 class JointState(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -23,6 +23,7 @@ class JointState(MutableMapping[torch.Tensor, dict[str, Any]]):
         outer: the outer optimizer, over whole copies of what this rank holds.
         copies: this rank's copy of a parameter, as the islands last agreed on it; None where it has none.
         steps: reads, or with a number sets, the count of inner steps.
+        cleared: called when all state is dropped, as a checkpoint does that is loaded.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class JointState(MutableMapping[torch.Tensor, dict[str, Any]]):
         outer: torch.optim.Optimizer,
         copies: Callable[[torch.Tensor], torch.Tensor | None],
         steps: Callable[[int | None], int],
+        cleared: Callable[[], None],
     ) -> None:
         self._inner, self._outer, self._copies, self._steps = inner, outer, copies, steps
+        self._cleared = cleared
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = dict(self._inner.state.get(parameter, {}))
@@ -67,6 +70,7 @@ class JointState(MutableMapping[torch.Tensor, dict[str, Any]]):
         """Forget the state of both."""
         self._inner.state.clear()
         self._outer.state.clear()
+        self._cleared()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (parameter for group in self._inner.param_groups for parameter in group["params"])

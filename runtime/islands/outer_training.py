@@ -6,7 +6,7 @@ Douillard et al., "Streaming DiLoCo with overlapping communication" (arXiv 2501.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +14,11 @@ from torch import nn
 
 from runtime.agreement.ranks_together import gathered, together
 from runtime.islands.cell_exchange import CellExchange, Part
+from runtime.islands.exchange_agreement import ExchangeNote, agreed_frozen
 from runtime.islands.fragments import due_fragments, fragments_of
 from runtime.islands.island_ranks import Islands
-from runtime.islands.outer_state import JointState
-from runtime.islands.shared_cells import Extent, SharedCell, shared_cells
+from runtime.islands.outer_state import OUTER, JointState
+from runtime.islands.shared_state import shared_state
 from runtime.parameters import ShardedParameter, local_of
 from runtime.state.owned import Owned
 
@@ -29,6 +30,8 @@ class _Trained(Protocol):
     """What is needed of a model: ``ParallelModule`` has it."""
 
     def owned(self) -> tuple[Owned, ...]: ...
+
+    def weights_changed(self) -> None: ...
 
 
 def nesterov(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -47,8 +50,11 @@ class DiLoCo(torch.optim.Optimizer):
     the inner optimizer, and store both, with θ_outer and the number of steps: one directory for each island, with
     ``CheckpointManager(…, ranks=islands.ranks)``.
 
+    Parameters that are frozen now are not exchanged. What is frozen later, on all islands after the same step, is
+    exchanged once more, and then stays as it is.
+
     Args:
-        parallel: this rank's, planned already: its weights become those of the first island.
+        parallel: this rank's, planned already, with its weights: they and the buffers become the first island's.
         optimizer: over its parameters; those that it does not have are not exchanged.
         islands: who is where.
         inner_steps: H, steps between two exchanges of a parameter.
@@ -60,8 +66,14 @@ class DiLoCo(torch.optim.Optimizer):
 
     Raises:
         ValueError: on all ranks, if arguments or the model's parameters differ between ranks, H is below 1,
-            ``fragments`` is not from 1 to H or more than the parameters, or the model has no plan yet.
+            ``fragments`` is not from 1 to H or more than the parameters, or the model has no plan or no weights yet.
     """
+
+    #: Why ``parallel.replan`` refuses it.
+    stays_with_plan = (
+        "islands exchange the shards that they had when planner.DiLoCo was made, so that none can take another plan "
+        "meanwhile: save a checkpoint, compile for the other plan, make DiLoCo again and load"
+    )
 
     def __init__(
         self,
@@ -78,18 +90,25 @@ class DiLoCo(torch.optim.Optimizer):
         self.inner, self.inner_steps, self.islands = optimizer, inner_steps, islands
         self.num_steps = 0
         self._parallel, self._is_resumed = parallel, False
-        pieces = self._pieces()
-        cells, sizes = _cells_of_all_ranks(pieces, islands, (inner_steps, fragments, wire_format))
-        names = together(lambda: fragments_of(sizes, fragments))
-        self._fragments = [[cell for name in fragment for cell in cells[name]] for fragment in names]
+        #: Frozen parameters whose values all islands have alike, which are exchanged no more.
+        self._settled: set[str] = set()
+        pieces = {piece.name: piece for piece in parallel.owned() if piece.persistent}
+        trained = self._in_training(pieces)
+        state = shared_state(pieces, trained, islands, (inner_steps, fragments, wire_format))
+        names = together(lambda: fragments_of(state.trained, fragments))
+        self._numbers = {name: number for number, name in enumerate(state.trained)}
+        self._fragments = [[cell for name in fragment for cell in state.cells[name]] for fragment in names]
+        others = [cell for name, cells in state.cells.items() if name not in state.trained for cell in cells]
         with torch.no_grad():
-            for fragment in self._fragments:
-                self._exchange.take_first(fragment, {name: _part(piece) for name, piece in pieces.items()})
-            self._copies = {name: nn.Parameter(piece.tensor.detach().clone()) for name, piece in pieces.items()}
-        self.outer = outer(list(self._copies.values()))
+            for cells in (*self._fragments, others):
+                self._exchange.take_first(cells, {name: _part(piece) for name, piece in pieces.items()})
+            parallel.weights_changed()
+            self._copies = {name: nn.Parameter(pieces[name].tensor.detach().clone()) for name in trained}
+        # An optimizer takes no empty list: where all of a stage is frozen, it has a parameter of no elements.
+        self.outer = outer(list(self._copies.values()) or [nn.Parameter(torch.empty(0))])
         super().__init__(optimizer.param_groups, {})
         self.param_groups = optimizer.param_groups
-        self.state = JointState(optimizer, self.outer, self._copy_of, self._count)  # type: ignore[assignment]
+        self.state = JointState(optimizer, self.outer, self._copy_of, self._count, self._note_load)  # type: ignore[assignment]
 
     @property
     def bytes_sent(self) -> float:
@@ -100,10 +119,10 @@ class DiLoCo(torch.optim.Optimizer):
         """A step of the inner optimizer, and the exchange of the fragments that are due after it.
 
         Raises:
-            ValueError: on all ranks, if they are not at the same step after a checkpoint was loaded.
+            ValueError: on all ranks, if they are not at the same step, or differ in what is frozen.
         """
-        if self._is_resumed:
-            self._check_same_step()
+        self._take_up_load()
+        self.param_groups = self.inner.param_groups  # which makes new ones when it loads
         result = self.inner.step() if closure is None else self.inner.step(closure)
         self.num_steps += 1
         due = due_fragments(self.num_steps, inner_steps=self.inner_steps, count=len(self._fragments))
@@ -114,21 +133,47 @@ class DiLoCo(torch.optim.Optimizer):
         """Exchange now what has changed since its last exchange: then all islands have the same weights.
 
         At the end of training. Momentum moves what is exchanged, so that what has not changed is left alone.
+
+        Raises:
+            ValueError: as ``step``.
         """
+        self._take_up_load()
         count = len(self._fragments)
         due = due_fragments(self.num_steps, inner_steps=self.inner_steps, count=count) if self.num_steps else ()
-        self._move_together(index for index in range(count) if index not in due)
+        self._move_together([index for index in range(count) if index not in due])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to ``state_dict()`` of the same plan, of both optimizers; for any plan there are checkpoints.
+
+        Raises:
+            ValueError: for other groups, or state that was saved without an outer optimizer.
+        """
+        saved, inner = state_dict["state"], {}
+        for number, entry in saved.items():
+            own = {key: value for key, value in entry.items() if not key.startswith(OUTER)}
+            if own:
+                inner[number] = own
+        self.inner.load_state_dict({"state": inner, "param_groups": state_dict["param_groups"]})
+        self.param_groups = self.inner.param_groups
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, list(self.state)):
+            outer = {key: value for key, value in saved.get(number, {}).items() if key.startswith(OUTER)}
+            self.state[parameter] = {**self.inner.state.get(parameter, {}), **outer}
+        self._note_load()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's."""
         self.inner.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def _move_together(self, fragments: Iterable[int]) -> None:
-        cells = [cell for index in fragments for cell in self._fragments[index]]
-        if not cells:
+    def _move_together(self, fragments: Sequence[int]) -> None:
+        if not fragments:
             return
-        pieces, names = self._pieces(), {cell.name for cell in cells}
+        pieces = {piece.name: piece for piece in self._parallel.owned()}
+        frozen = agreed_frozen(self._note(fragments, pieces), self._numbers)
+        due = [cell for index in fragments for cell in self._fragments[index]]
+        cells = [cell for cell in due if cell.name not in self._settled or cell.name not in frozen]
+        names = {cell.name for cell in cells}
         here = [name for name in self._copies if name in names]
         differences: dict[str, Part] = {}
         for name in here:
@@ -139,25 +184,61 @@ class DiLoCo(torch.optim.Optimizer):
         for name in here:
             self._copies[name].grad = None
             pieces[name].tensor.copy_(self._copies[name])
+        self._settle({cell.name for cell in due}, frozen)
 
-    def _pieces(self) -> dict[str, Owned]:
-        """What this rank holds of the parameters that the inner optimizer trains."""
-        trained = {id(local_of(parameter)) for group in self.inner.param_groups for parameter in group["params"]}
-        return {piece.name: piece for piece in self._parallel.owned() if id(piece.tensor) in trained}
+    def _note(self, fragments: Sequence[int], pieces: Mapping[str, Owned]) -> ExchangeNote:
+        trained = self._in_training(pieces)
+        thawed = next((name for name in trained if name not in self._copies), "")
+        frozen = [name for name in self._copies if name not in trained]
+        return ExchangeNote(
+            self.num_steps, tuple(fragments), self._bits(frozen), self._bits(self._copies.keys() - frozen), thawed
+        )
+
+    def _bits(self, names: Iterable[str]) -> int:
+        return sum(1 << self._numbers[name] for name in names)
+
+    def _settle(self, names: Collection[str], frozen: Collection[str]) -> None:
+        """Note which of ``names``, just exchanged, stay as they are; the outer optimizer forgets how these moved."""
+        for name in names:
+            if name not in frozen:
+                self._settled.discard(name)
+                continue
+            self._settled.add(name)
+            if name in self._copies:
+                self.outer.state.pop(self._copies[name], None)
+
+    def _in_training(self, pieces: Mapping[str, Owned]) -> list[str]:
+        """Names of what this rank holds of the parameters that the inner optimizer has and that are not frozen."""
+        of_optimizer = {id(local_of(parameter)) for group in self.inner.param_groups for parameter in group["params"]}
+        return [
+            name for name, piece in pieces.items() if id(piece.tensor) in of_optimizer and piece.tensor.requires_grad
+        ]
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return self._copies.get(parameter.path) if isinstance(parameter, ShardedParameter) else None
 
     def _count(self, steps: int | None) -> int:
         if steps is not None:
-            self.num_steps, self._is_resumed = steps, True
+            self.num_steps = steps
         return self.num_steps
 
-    def _check_same_step(self) -> None:
-        steps = gathered(self.num_steps)
-        if len(set(steps)) > 1:
+    def _note_load(self) -> None:
+        """State is loaded, on all ranks: also on one that has nothing to exchange, which is told no step."""
+        self._is_resumed = True
+        self._settled.clear()  # exchanged once more, which changes nothing where there is no momentum
+
+    def _take_up_load(self) -> None:
+        """After a checkpoint was loaded: see that all ranks are at the same step.
+
+        Raises:
+            ValueError: on all ranks, if they are not.
+        """
+        if not self._is_resumed:
+            return
+        steps = gathered(self.num_steps if self._copies else None)
+        if len(set(steps) - {None}) > 1:
             raise ValueError(f"the ranks resumed at steps {steps}: load checkpoints of the same step on all islands")
-        self._is_resumed = False
+        self.num_steps, self._is_resumed = next(step for step in steps if step is not None), False
 
 
 def _part(piece: Owned) -> Part:
@@ -171,37 +252,7 @@ def _checked_exchange(parallel: _Trained, inner_steps: int, fragments: int, wire
             "exchange at most one fragment of 1 to H"
         )
     getattr(parallel, "plan", None)  # without a plan there are no shards yet; it raises what to do
+    unloaded = next((piece.name for piece in parallel.owned() if piece.tensor.is_meta), None)
+    if unloaded is not None:
+        raise ValueError(f"{unloaded!r} has no values yet: load or initialise the weights before planner.DiLoCo")
     return CellExchange(wire_format)
-
-
-def _cells_of_all_ranks(
-    pieces: dict[str, Owned], islands: Islands, arguments: tuple[Any, ...]
-) -> tuple[dict[str, list[SharedCell]], dict[str, int]]:
-    """The cells of every parameter, and its elements, in the order in which the first island has them.
-
-    Raises:
-        ValueError: on all ranks, if they have other arguments, or other parameters.
-    """
-    own = {
-        name: (piece.shape, (piece.offsets, tuple(piece.tensor.shape)))
-        for name, piece in pieces.items()
-        if piece.tensor.numel()
-    }
-    by_rank = gathered((islands.members, arguments, own))
-    arguments_by_rank = [(members, others) for members, others, _ in by_rank]
-    if len(set(arguments_by_rank)) > 1:
-        rank = next(rank for rank, other in enumerate(arguments_by_rank) if other != arguments_by_rank[0])
-        raise ValueError(
-            "islands, inner_steps, fragments and wire_format must be the same on all ranks: rank 0 has "
-            f"{arguments_by_rank[0]}, rank {rank} {arguments_by_rank[rank]}"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    holders: dict[str, list[dict[Extent, tuple[int, ...]]]] = {}
-    for rank, (_, _, rectangles) in enumerate(by_rank):
-        for name, (shape, extent) in rectangles.items():
-            if shapes.setdefault(name, shape) != shape:
-                raise ValueError(f"{name!r} is {list(shapes[name])} on one island and {list(shape)} on another")
-            around = holders.setdefault(name, [{} for _ in islands.members])[islands.island_of(rank)]
-            around[extent] = (*around.get(extent, ()), rank)
-    cells = {name: shared_cells(name, by_island) for name, by_island in holders.items()}
-    return cells, {name: torch.Size(shape).numel() for name, shape in shapes.items()}

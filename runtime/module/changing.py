@@ -67,7 +67,8 @@ class WayToGoOn:
         target, options: as of ``replan``.
         replan_seconds: of making its programs.
         seconds_more: of a step, beside what the plan predicts; ``words`` say of what.
-        slow_steps: the first steps that take as long as those of the way before this one.
+        slow_steps: the first steps, which take as long as those of the fastest of the ``slow_as`` ways before this one.
+        obstacle: why it cannot be gone on in this way; else empty.
     """
 
     target: Any
@@ -76,6 +77,8 @@ class WayToGoOn:
     seconds_more: Callable[[Plan], float] = nothing_more
     words: str = ""
     slow_steps: int = 0
+    slow_as: int = 1
+    obstacle: str = ""
 
 
 class Changing:
@@ -250,6 +253,8 @@ class Changing:
         prepared: list[tuple[Engine, Migration, Meeting] | None] = [None]
         for way, meeting in zip(ways, meetings):
             try:
+                if way.obstacle:
+                    raise ValueError(way.obstacle)
                 engine = self._engine_for(meeting, way.target, facts, way.options)
             except ValueError as error:
                 words = f"{getattr(way.target, 'name', way.target)}{way.words}"
@@ -258,7 +263,7 @@ class Changing:
                 continue
             plan = engine.plan if meeting.chosen is None else meeting.told_by(meeting.chosen[0], engine.plan)
             migration = self._migration(meeting, engine, optimizers, averages)
-            prices.append(_price(present, cast(Plan, plan), migration.plan, remaining_steps, way, prices[-1]))
+            prices.append(_price(present, cast(Plan, plan), migration.plan, remaining_steps, way, prices))
             prepared.append((engine, migration, meeting))
         decision = ReplanDecision(tuple(prices))
         chosen = prepared[decision.chosen]
@@ -366,8 +371,12 @@ class Changing:
         return make() if meeting.chosen is None else meeting.ranks.together(make)
 
     def _refuse_forgotten(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        stepped = optimizers_of(self._tree.shown().values())
+        for optimizer in (*optimizers, *stepped):
+            if reason := getattr(optimizer, "stays_with_plan", ""):
+                raise ValueError(f"{type(optimizer).__name__} cannot go on under another plan: {reason}")
         handed_over = set(map(id, optimizers))
-        for optimizer in optimizers_of(self._tree.shown().values()):
+        for optimizer in stepped:
             if id(optimizer) not in handed_over:
                 raise ValueError(
                     f"a {type(optimizer).__name__} that has stepped on these parameters was not handed over: "
@@ -394,17 +403,18 @@ def _price(
     transfers: TransferPlan,
     remaining_steps: int,
     way: WayToGoOn,
-    before: ReplanPrice,
+    before: Sequence[ReplanPrice],
 ) -> ReplanPrice:
     """What it takes to go on under ``plan`` after the transfers to it.
 
     Args:
-        before: the price of the way before this one.
+        before: the prices of the ways before this one.
     """
     clusters = [Cluster.from_dict(each.cluster) for each in (plan, present)]
     moving = seconds_of_moving(transfers.bytes_by_pair, max(clusters, key=lambda cluster: cluster.num_devices))
     seconds = step_seconds(plan) + way.seconds_more(plan)
-    slower = way.slow_steps * max(0.0, before.step_seconds - seconds) if way.slow_steps else 0.0
+    slow_seconds = min(price.step_seconds for price in before[-way.slow_as :])
+    slower = way.slow_steps * max(0.0, slow_seconds - seconds) if way.slow_steps else 0.0
     words = f"{axes_of(plan)}{way.words}"
     programs = way.replan_seconds + slower
     return ReplanPrice(words, seconds, remaining_steps, moving, programs, transfers.num_bytes)

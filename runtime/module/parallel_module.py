@@ -15,7 +15,7 @@ from passes.emit import Program
 from passes.plan import Plan
 from passes.torch_compat.module_tables import has_hooks, share_content
 from runtime.agreement.call_agreement import FORWARD, TRAIN_STEP
-from runtime.calls.frozen_prefix import AFTER, OUTPUT
+from runtime.calls.frozen_prefix import ARGUMENTS
 from runtime.calls.modes import SubmoduleModes
 from runtime.execution.engine import Engine
 from runtime.execution.expert_load import ExpertLoad, RoutingCounts
@@ -262,7 +262,7 @@ class ParallelModule(
     def needed_inputs(self) -> frozenset[str] | None:
         """Names of the inputs that this rank's programs read; None if that is not known before the first call."""
         needed_inputs = self._engine.needed_inputs
-        return None if needed_inputs is None else (needed_inputs | self._prefix_inputs) - {AFTER, OUTPUT}
+        return None if needed_inputs is None else (needed_inputs | self._prefix_inputs) - ARGUMENTS
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that are dropped are not shown as DTensors first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,14 +11,18 @@ import torch
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.shard import input_key
-from runtime.calls.frozen_prefix import AFTER, OUTPUT, take_frozen_outputs, without_prefix
+from runtime.calls.frozen_prefix import AFTER, FROM, OUTPUT, take_frozen_outputs, without_prefix
 from runtime.calls.model_call import ModelCall, read_call
 from runtime.calls.modes import SubmoduleModes
+from runtime.execution.engine import Engine
 from runtime.migration.move_price import ReplanDecision, step_seconds
 from runtime.migration.state_entries import Averages
 from runtime.migration.transfer_plan import TransferPlan
 from runtime.module.changing import Changing, Optimizers, WayToGoOn
 from runtime.module.meeting import Stateful
+
+#: Path of a module, and what it gave.
+GivenOutput = tuple[str, torch.Tensor]
 
 
 class PrefixCalls(Changing):
@@ -46,8 +51,11 @@ class PrefixCalls(Changing):
             raise ValueError("activations are cached for models whose batches are passed by name: train_step(**batch)")
         return read_call(forward, (), without_prefix(batch))
 
-    def prefix_graph(self, after: str, batch: Mapping[str, Any]) -> Graph:
+    def prefix_graph(self, after: str, batch: Mapping[str, Any], given: GivenOutput | None = None) -> Graph:
         """The graph that computes the output of module ``after`` of a global batch; all ranks must ask for it.
+
+        Args:
+            given: an earlier module, and its output, to begin with.
 
         Raises:
             ValueError: for a module that the model has not; as a call does.
@@ -57,8 +65,9 @@ class PrefixCalls(Changing):
             raise ValueError(f"the model has no module {after!r} whose output could be cached")
         take_frozen_outputs(engine.model)
         self.prefix_setting()
-        graph = engine.graph_of((), {**batch, AFTER: after})
-        self._prefix_inputs = frozenset(str(path[0]) for path in graph.input_paths)
+        graph = engine.graph_of((), {**batch, AFTER: after, **_arguments_of(given)})
+        if given is None:
+            self._prefix_inputs = frozenset(str(path[0]) for path in graph.input_paths)
         return graph
 
     def inputs_behind(self, batch: Mapping[str, Any]) -> list[str]:
@@ -92,6 +101,7 @@ class PrefixCalls(Changing):
         ways: Sequence[Mapping[str, Any]],
         seconds_more: Sequence[Callable[[Plan], float]],
         *,
+        num_choices: int | None = None,
         averages: Averages | Sequence[Averages] = (),
         carried: Stateful | Sequence[Stateful] = (),
     ) -> tuple[list[float], TransferPlan]:
@@ -100,21 +110,31 @@ class PrefixCalls(Changing):
         Args:
             ways: options of each, as of ``replan``.
             seconds_more: of a step of each, beside what its plan predicts.
+            num_choices: so many of them, the first ones, may be gone on under; of the others only the seconds are
+                asked for, infinite where there is no plan. None: all.
 
         Returns:
-            the seconds of each, and what moved to the first that has the least.
+            the seconds of each, and what moved to the first choice that has the least.
         """
+        num_choices = len(ways) if num_choices is None else num_choices
         optimizers = _optimizers(optimizer)
         (meeting,) = self._meetings([target], None)
         facts = self._ready(meeting, optimizers, _stateful(carried))
-        engines, seconds = [], []
+        engines: list[Engine] = []
+        seconds: list[float] = []
         for options, more in zip(ways, seconds_more, strict=True):
-            engine = self._engine_for(meeting, target, facts, options)
+            try:
+                engine = self._engine_for(meeting, target, facts, options)
+            except ValueError:
+                if len(engines) < num_choices:
+                    raise
+                seconds.append(math.inf)
+                continue
             plan = engine.plan if meeting.chosen is None else meeting.told_by(meeting.chosen[0], engine.plan)
             assert plan is not None
             engines.append(engine)
             seconds.append(step_seconds(plan) + more(plan))
-        chosen = engines[seconds.index(min(seconds))]
+        chosen = engines[seconds.index(min(seconds[:num_choices]))]
         return seconds, self._go_on(chosen, self._migration(meeting, chosen, optimizers, averages), meeting)
 
     def replan_prefix_if_it_pays(
@@ -131,9 +151,15 @@ class PrefixCalls(Changing):
         return self._go_on_if_it_pays(ways, optimizer, remaining_steps, averages, carried, reading_now)
 
     @torch.no_grad()
-    def prefix_output(self, after: str, batch: Mapping[str, Any], *, local_inputs: bool) -> torch.Tensor:
-        """What module ``after`` gives for a batch: of all its samples, whole, on every rank."""
-        output = self(**batch, **{AFTER: after}, local_inputs=local_inputs)  # type: ignore[operator]
+    def prefix_output(
+        self, after: str, batch: Mapping[str, Any], *, local_inputs: bool, given: GivenOutput | None = None
+    ) -> torch.Tensor:
+        """What module ``after`` gives for a batch: of all its samples, whole, on every rank.
+
+        Args:
+            given: an earlier module, and its output for the samples that ``batch`` has, to begin with.
+        """
+        output = self(**batch, **{AFTER: after, **_arguments_of(given)}, local_inputs=local_inputs)  # type: ignore[operator]
         return torch.as_tensor(output).detach()
 
     def train_behind(
@@ -143,6 +169,10 @@ class PrefixCalls(Changing):
         arguments = {**batch, AFTER: after, OUTPUT: output}
         loss: torch.Tensor = self.train_step(**arguments, local_inputs=local_inputs, weight=weight)  # type: ignore[attr-defined]
         return loss
+
+
+def _arguments_of(given: GivenOutput | None) -> dict[str, Any]:
+    return {} if given is None else {FROM: given[0], OUTPUT: given[1]}
 
 
 def _optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
