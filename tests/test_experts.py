@@ -22,6 +22,7 @@ from tests.expert_families import (
     CapacityLoop,
     CountingLoop,
     ExpertLoop,
+    SharedSplitLoop,
     SkippingLoop,
     SlotLoop,
     family_batch,
@@ -50,12 +51,15 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
         ("dense", [(8, 6, 16), (8, 6, 2, 16)]),
         ("dropping loops", [(8, 6, 16)] * 2),
         ("passing loop", [(8, 6, 16)] * 2),
+        ("hit loop of a spare class", [(8, 6, 16)] * 2),
+        ("splits", [(8, 6, 16)] * 2),
     ],
 )
 def test_loops_over_experts_and_experts_that_compute_all_tokens_are_one_operator_each(
     name: str, shapes: list[tuple[int, ...]]
 ) -> None:
-    """Of the experts that were hit, and of all with masks; of scores of zero behind the experts, and before them.
+    """Of the experts that were hit, and of all with masks; of rows that are cut by how many each expert has; of scores
+    of zero behind the experts, and before them.
 
     Experts whose outputs no score of zero leaves out stay as they are.
     """
@@ -87,6 +91,13 @@ def test_a_loop_over_experts_in_which_a_number_of_rows_decides_more_is_refused(l
     says = r"'layers.0' .*torch.where\(chosen == index\): .*depends on the parameters: how many"
     with pytest.raises(CaptureError, match=says):
         capture(ByHand(loop, layers=1), kwargs=family_batch())
+
+
+def test_how_many_rows_an_expert_has_may_only_cut_rows() -> None:
+    with pytest.raises(
+        CaptureError, match=r"sizes = self.counts\(chosen\).tolist\(\): .*depends on the parameters: how"
+    ):
+        capture(ByHand(SharedSplitLoop, layers=1), kwargs=family_batch())
 
 
 def test_rows_that_are_too_many_to_count_stay_in_place() -> None:

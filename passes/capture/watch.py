@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.placed_rows import placed_rows
+from passes.capture.row_groups import RowGroups
 from passes.capture.value_reads import ValueReads
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
@@ -30,6 +31,7 @@ class WatchedForward(TorchFunctionMode):
 
     Attributes:
         checkpoints: whether part of the model ran under ``torch.utils.checkpoint``.
+        row_groups: answers what it asks of groups of rows.
 
     Args:
         originals: names of the tensors that the copy of the model must not come across, by identity.
@@ -41,6 +43,7 @@ class WatchedForward(TorchFunctionMode):
         self.checkpoints = False
         self._originals = originals
         self._reads = reads
+        self.row_groups = RowGroups(reads)
         #: What masks picked and nothing but a CTC loss has seen, by identity: its tensor, the readings of its size.
         self._targets: dict[int, tuple[torch.Tensor, list[GuardReading]]] = {}
         #: Readings of sizes that only CTC losses depend on.
@@ -69,6 +72,9 @@ class WatchedForward(TorchFunctionMode):
         placed = placed_rows(self._reads, name, args) if not kwargs else None
         if placed is not None:
             return placed
+        grouped = self.row_groups.call(name, args, kwargs or {})
+        if grouped is not None:
+            return grouped
         num_entries = self._reads.num_entries
         places = self._reads.picked.rows_of(name, args[0] if args else None)
         if places is not None:
