@@ -117,8 +117,8 @@ class WatchedForward(TorchFunctionMode):
             raise CaptureError("torch.inference_mode inside of forward cannot be traced: use torch.no_grad")
         if is_inside_transform():
             raise CaptureError(
-                "a transform of torch.func (vmap, grad, jvp, …) inside of forward cannot be traced: write the batch "
-                "dim out, or use torch.autograd.grad(..., create_graph=True)"
+                "a transform of torch.func (grad, jvp, …) inside of forward cannot be traced: use "
+                "torch.autograd.grad(..., create_graph=True)"
             )
         pack = _pack_hook()
         if pack is None or pack is self._hooks_outside:
