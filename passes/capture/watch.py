@@ -58,6 +58,8 @@ class WatchedForward(TorchFunctionMode):
             self._check_regions()
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
+        if func == _DATA:
+            return args[0].detach()  # whatever is written to it is found where writes are made functional
         if func in _FROM_DATA and args and isinstance(args[0], (list, tuple)):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
@@ -131,6 +133,7 @@ class WatchedForward(TorchFunctionMode):
         self.checkpoints = True
 
 
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 #: Functions that read the values of tensors in a list, which have none.
 _FROM_DATA = (torch.tensor, torch.as_tensor)
 _AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
