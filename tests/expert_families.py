@@ -275,11 +275,17 @@ class BinnedSplitLoop(SplitLoop):
         return torch.bincount(chosen.flatten(), minlength=len(self.experts))
 
 
-class SharedSplitLoop(SplitLoop):
-    """What an expert gives is multiplied by how many rows it has."""
+class SliceLoop(SplitLoop):
+    """Each expert's rows are those behind the rows of the experts before it."""
 
-    def output(self, expert: nn.Module, piece: torch.Tensor, size: int) -> Any:
-        return expert(piece) * size
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        order = chosen.flatten().argsort()
+        ordered, outputs, start = rows[order // self.k], [], 0
+        for expert, size in zip(self.experts, self.counts(chosen).tolist()):
+            outputs.append(expert(ordered[start : start + size]))
+            start += size
+        weighted = torch.cat(outputs) * scores.flatten()[order][:, None]
+        return torch.zeros_like(rows).index_add(0, order // self.k, weighted)
 
 
 class MaskedLoop(ExpertLoop):
@@ -416,7 +422,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "dropping loops": lambda: ByHand(DroppingHitLoop, DroppingColumnLoop),
     "passing loop": lambda: ByHand(PassingLoop),
     "hit loop of a spare class": lambda: ByHand(SpareClassLoop),
-    "splits": lambda: ByHand(SplitLoop, BinnedSplitLoop),
+    "splits": lambda: ByHand(SplitLoop, BinnedSplitLoop, SliceLoop),
     "masked loop": lambda: ByHand(MaskedLoop),
     "dense": lambda: ByHand(DenseExperts, ScoredInputs, OffsetDenseExperts),
     "one-hot": lambda: ByHand(OneHotDispatch),

@@ -22,9 +22,9 @@ from tests.expert_families import (
     CapacityLoop,
     CountingLoop,
     ExpertLoop,
-    SharedSplitLoop,
     SkippingLoop,
     SlotLoop,
+    SplitLoop,
     family_batch,
     family_model,
 )
@@ -52,7 +52,7 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
         ("dropping loops", [(8, 6, 16)] * 2),
         ("passing loop", [(8, 6, 16)] * 2),
         ("hit loop of a spare class", [(8, 6, 16)] * 2),
-        ("splits", [(8, 6, 16)] * 2),
+        ("splits", [(8, 6, 16)] * 3),
     ],
 )
 def test_loops_over_experts_and_experts_that_compute_all_tokens_are_one_operator_each(
@@ -93,11 +93,27 @@ def test_a_loop_over_experts_in_which_a_number_of_rows_decides_more_is_refused(l
         capture(ByHand(loop, layers=1), kwargs=family_batch())
 
 
-def test_how_many_rows_an_expert_has_may_only_cut_rows() -> None:
-    with pytest.raises(
-        CaptureError, match=r"sizes = self.counts\(chosen\).tolist\(\): .*depends on the parameters: how"
-    ):
-        capture(ByHand(SharedSplitLoop, layers=1), kwargs=family_batch())
+class WrongSliceLoop(SplitLoop):
+    """An expert's rows are as many as its own, from the first row on."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        sizes = self.counts(chosen).tolist()
+        outputs = [expert(rows[: size % len(rows)]) for expert, size in zip(self.experts, sizes)]
+        return rows + torch.cat(outputs).sum(0)
+
+
+class SharedSplitLoop(SplitLoop):
+    """What an expert gives is multiplied by how many rows it has."""
+
+    def output(self, expert: torch.nn.Module, piece: torch.Tensor, size: int) -> Any:
+        return expert(piece) * size
+
+
+@pytest.mark.parametrize("loop", [SharedSplitLoop, WrongSliceLoop])
+def test_how_many_rows_an_expert_has_may_only_cut_rows(loop: type[ExpertLoop]) -> None:
+    says = r"sizes = self.counts\(chosen\).tolist\(\): .*depends on the parameters: how"
+    with pytest.raises(CaptureError, match=says):
+        capture(ByHand(loop, layers=1), kwargs=family_batch())
 
 
 def test_rows_that_are_too_many_to_count_stay_in_place() -> None:
