@@ -12,6 +12,7 @@ from torch import fx
 from passes.capture.bounded_ids import bound_of_ids
 from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
+from passes.capture.joined_parts import joined_part
 from passes.capture.shorten import SKIPPED
 from passes.ir.value_guards import GuardStep, StepResult
 from passes.torch_compat.operators import OpOverload, schema, tree_leaves
@@ -241,6 +242,9 @@ class Subgraphs:
             return GuardStep(kind, (name,), writes=copied)
         if node.op == "get_attr":
             return _literal(self._trace.constant(str(node.target)))
+        part = joined_part(node)
+        if part is not None:
+            return GuardStep("aten.to.dtype", (steps[part], node.meta["val"].dtype))
         if node.target is python_operator.getitem:
             return GuardStep("item", tuple(_argument(argument, steps) for argument in node.args))
         args = tuple(_argument(argument, steps) for argument in node.args)
@@ -306,6 +310,9 @@ def _with_writers(nodes: list[fx.Node], node: fx.Node) -> list[fx.Node]:
 
 
 def _read_nodes(node: fx.Node) -> list[fx.Node]:
+    part = joined_part(node)
+    if part is not None:
+        return [part]
     place = _only_shape_at(node)
     if place is None:
         return node.all_input_nodes
