@@ -194,7 +194,8 @@ class _Unsorting:
         is_flat = self.ids.target is aten.reshape.default and self.ids.args[0] is chosen
         if not isinstance(zeros, fx.Node) or zeros.target not in _FILLED or not isinstance(chosen, fx.Node):
             return False
-        return is_flat and dim in (1, -1) and mark == 1 and shape(node)[1:] == (num_experts,) and are_distinct(chosen)
+        is_mark = isinstance(mark, int) and mark == 1
+        return is_flat and is_mark and dim in (1, -1) and shape(node)[1:] == (num_experts,) and are_distinct(chosen)
 
 
 def _without_casts(node: Any) -> fx.Node:

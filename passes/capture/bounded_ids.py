@@ -25,7 +25,7 @@ def bound_of_ids(node: Any) -> int | None:
     """A number that all entries of what a node gives are below, none of them negative; None if none is known."""
     while isinstance(node, fx.Node) and _name(node) in _SAME_ENTRIES:
         node = node.args[0]
-    place: int | None = None
+    place: Any = None
     if isinstance(node, fx.Node) and node.target is operator.getitem:
         node, place = node.args[:2]
     if not isinstance(node, fx.Node) or _name(node) not in _PLACES or _PLACES[_name(node)] != place:

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from passes.torch_compat.operators import OpOverload
-
 
 def joined_part(node: fx.Node) -> fx.Node | None:
     """The operand of ``cat`` that a node is again, but for its dtype: ``cat([a, b], d).split([|a|, |b|], d)[0]``."""
@@ -17,20 +15,21 @@ def joined_part(node: fx.Node) -> fx.Node | None:
     cut, place = node.args
     if not isinstance(cut, fx.Node) or str(cut.target) != "aten.split_with_sizes.default":
         return None
-    joined, sizes, dim = (*cut.args, 0)[:3]
-    if not isinstance(joined, fx.Node) or str(joined.target) != "aten.cat.default":
+    arguments: Any = (*cut.args, 0)
+    joined, sizes, dim = arguments[:3]
+    if not isinstance(joined, fx.Node) or str(joined.target) != "aten.cat.default" or cut.kwargs or joined.kwargs:
         return None
-    assert isinstance(joined.target, OpOverload) and isinstance(place, int)
+    assert isinstance(place, int)
     operands: Any = joined.args[0]
     rank = joined.meta["val"].dim()
     joined_dim: Any = joined.args[1] if len(joined.args) > 1 else 0
-    if joined_dim % rank != dim % rank:  # type: ignore[operator]
+    if joined_dim % rank != dim % rank:
         return None
-    begin = sum(sizes[:place])  # type: ignore[index]
+    begin = sum(sizes[:place])
     before = 0
     for operand in operands:
         size = operand.meta["val"].shape
-        if len(size) == rank and (before, size[dim]) == (begin, sizes[place]):  # type: ignore[index]
+        if len(size) == rank and (before, size[dim]) == (begin, sizes[place]):
             return operand  # type: ignore[no-any-return]
-        before += size[dim] if len(size) == rank else 0  # type: ignore[index]
+        before += size[dim] if len(size) == rank else 0
     return None

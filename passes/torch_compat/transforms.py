@@ -25,7 +25,7 @@ Intercept = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 @contextlib.contextmanager
 def intercepted_vmap(intercept: Intercept) -> Iterator[None]:
     """On this thread, calls of what ``torch.vmap`` made are ``intercept``'s, but for those inside of a transform."""
-    original = apis.vmap_impl
+    original: Callable[..., Any] = apis.vmap_impl
     tracing = threading.get_ident()
 
     def vmap_impl(
@@ -36,11 +36,11 @@ def intercepted_vmap(intercept: Intercept) -> Iterator[None]:
             return call(*args, **kwargs)
         return intercept(call, args, kwargs)
 
-    apis.vmap_impl = vmap_impl
+    apis.vmap_impl = vmap_impl  # type: ignore[assignment]
     try:
         yield
     finally:
-        apis.vmap_impl = original
+        apis.vmap_impl = original  # type: ignore[assignment]
 
 
 def operators_of(
