@@ -139,7 +139,8 @@ class RowGroups:
         """Each piece with the mask of its group; none if they are not all groups in their order, but for empty ones."""
         remaining, pairs = list(pieces), []
         for mask, number in zip(masks, numbers):
-            if remaining and self._reads.depends_on(remaining[0], mask):
+            is_next = bool(remaining) and remaining[0].shape[0] == number
+            if is_next and self._reads.depends_on(remaining[0], mask):
                 pairs.append((mask, remaining.pop(0)))
             elif number:
                 return []
