@@ -228,6 +228,66 @@ class PassingLoop(HitLoop):
         self.experts[-1] = nn.Identity()
 
 
+class SpareClassLoop(ExpertLoop):
+    """A loop over the experts that were hit, by one-hot rows of one class more than there are experts (DBRX)."""
+
+    def __init__(self, size: int, inner: int, num_experts: int, k: int) -> None:
+        super().__init__(size, inner, num_experts, k)
+        self.up = nn.Parameter(torch.randn(num_experts * inner, size) / size**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts * inner, size) / inner**0.5)
+        self.experts = nn.ModuleList()
+        self.num_experts = num_experts
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(rows)
+        masks = F.one_hot(chosen, num_classes=self.num_experts + 1).permute(2, 1, 0)
+        for index in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+            choice, token = torch.where(masks[index[0]])
+            up, down = (weight.view(self.num_experts, -1, rows.shape[-1])[index[0]] for weight in (self.up, self.down))
+            outputs = F.silu(rows[token].matmul(up.T)).matmul(down)
+            result.index_add_(0, token, outputs * scores[token, choice, None])
+        return result
+
+
+class SplitLoop(ExpertLoop):
+    """Rows are sorted by expert and cut by how many of them each expert has (JetMoe)."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        order = chosen.flatten().sort(0)[1]
+        token = order.div(self.k, rounding_mode="trunc")
+        sizes = self.counts(chosen).tolist()
+        pieces = rows[token].split(sizes, dim=0)
+        outputs = torch.cat([self.output(*entry) for entry in zip(self.experts, pieces, sizes)], dim=0)
+        return torch.zeros_like(rows).index_add(0, token, outputs * scores.flatten()[order][:, None])
+
+    def counts(self, chosen: torch.Tensor) -> torch.Tensor:
+        marks = torch.zeros(len(chosen), len(self.experts)).scatter(1, chosen, 1)
+        return marks.long().sum(0)
+
+    def output(self, expert: nn.Module, piece: torch.Tensor, size: int) -> Any:
+        return expert(piece)
+
+
+class BinnedSplitLoop(SplitLoop):
+    """The same, counted by ``bincount``."""
+
+    def counts(self, chosen: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(chosen.flatten(), minlength=len(self.experts))
+
+
+class SliceLoop(SplitLoop):
+    """Each expert's rows are those behind the rows of the experts before it."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        order = chosen.flatten().argsort()
+        ordered, outputs, start = rows[order // self.k], [], 0
+        for expert, size in zip(self.experts, self.counts(chosen).tolist()):
+            outputs.append(expert(ordered[start : start + size]))
+            start += size
+        weighted = torch.cat(outputs) * scores.flatten()[order][:, None]
+        return torch.zeros_like(rows).index_add(0, order // self.k, weighted)
+
+
 class MaskedLoop(ExpertLoop):
     """A loop over modules: every expert sees every token, and weighs those that are not its own with zero."""
 
@@ -361,6 +421,8 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "loops": lambda: ByHand(HitLoop, AnyChoiceLoop, num_experts=3),
     "dropping loops": lambda: ByHand(DroppingHitLoop, DroppingColumnLoop),
     "passing loop": lambda: ByHand(PassingLoop),
+    "hit loop of a spare class": lambda: ByHand(SpareClassLoop),
+    "splits": lambda: ByHand(SplitLoop, BinnedSplitLoop, SliceLoop),
     "masked loop": lambda: ByHand(MaskedLoop),
     "dense": lambda: ByHand(DenseExperts, ScoredInputs, OffsetDenseExperts),
     "one-hot": lambda: ByHand(OneHotDispatch),

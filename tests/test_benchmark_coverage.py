@@ -43,6 +43,8 @@ def test_a_failed_capture_drops_what_was_measured_behind_it() -> None:
         "| tried to capture | 2 |",
         "| captured | 1 |",
         "| verified with a pipeline | 1 |",
+        "| failed behind eager, for a reason of ours | 1 |",
+        "| failed behind eager, for a reason of the model's alone | 0 |",
         "| at most 1% of the compute in operators without a rule, of 1 whose share was recorded | 0 |",
         r"| detr | capture | bbb | ours | CaptureError: a flag \| is asked for |",
         "## Verified, with a pipeline too (1)",

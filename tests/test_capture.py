@@ -221,6 +221,13 @@ class Inner(nn.Module):
         if self.mode == "parameter":
             self.weight.data.mul_(2)
             return self.weight * x
+        if self.mode == "data":
+            y.data.clamp_(max=1)
+            return y.tanh()
+        if self.mode == "no_grad":
+            with torch.no_grad():
+                y.mul_(2)
+            return y.tanh()
         if self.mode == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 return y @ y.T
@@ -243,6 +250,20 @@ def test_what_cannot_be_captured_names_module_and_line(mode: str, line: str, rea
     assert "cannot capture Reads" in message and "'inner'" in message
     assert line in message and "test_capture.py" in message
     assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("parameter", "writes to parameter 'model_inner_weight'"),
+        ("data", "writes through .data or detach() into a tensor that has a gradient"),
+        ("no_grad", "writes through .data or detach() into a tensor that has a gradient"),
+    ],
+)
+def test_writes_that_autograd_does_not_see_are_refused(mode: str, reason: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Reads(mode), args=(torch.ones(4, 4),))
+    assert reason in str(caught.value)
 
 
 def test_control_flow_operators_are_refused() -> None:

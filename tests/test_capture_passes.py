@@ -75,6 +75,7 @@ def test_views_become_reshapes_with_all_sizes() -> None:
         (lambda y: y.chunk(2, -1)[1] + y.split(4, 2)[0], ["aten.split_with_sizes.default"] * 2 + ["aten.add.Tensor"]),
         (lambda y: torch.concat([y, y], -1), ["aten.cat.default"]),
         (lambda y: y.detach() * y, ["aten.detach.default", "aten.mul.Tensor"]),
+        (lambda y: y.data * y, ["aten.detach.default", "aten.mul.Tensor"]),
         (lambda y: y[..., 2:], ["aten.slice.Tensor"]),
         (lambda y: y[:, :, :], []),
         (lambda y: y.movedim(0, -1), ["aten.permute.default"]),

@@ -150,7 +150,13 @@ def later(rows: int, keys: int) -> torch.Tensor:
     return j >= i
 
 
-OTHERS = [short_chunks, window, strictly_earlier_or_first, two_documents, hardly_hidden, weighted, later]
+def on_a_grid(rows: int, keys: int) -> torch.Tensor:
+    """Of positions that are two results of one call."""
+    i, j = torch.meshgrid(torch.arange(rows), torch.arange(keys), indexing="ij")
+    return (j - i).abs() < 2
+
+
+OTHERS = [short_chunks, window, strictly_earlier_or_first, two_documents, hardly_hidden, weighted, later, on_a_grid]
 
 
 def everything(rows: int, keys: int) -> torch.Tensor:

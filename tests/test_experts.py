@@ -24,6 +24,7 @@ from tests.expert_families import (
     ExpertLoop,
     SkippingLoop,
     SlotLoop,
+    SplitLoop,
     family_batch,
     family_model,
 )
@@ -50,12 +51,15 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
         ("dense", [(8, 6, 16), (8, 6, 2, 16)]),
         ("dropping loops", [(8, 6, 16)] * 2),
         ("passing loop", [(8, 6, 16)] * 2),
+        ("hit loop of a spare class", [(8, 6, 16)] * 2),
+        ("splits", [(8, 6, 16)] * 3),
     ],
 )
 def test_loops_over_experts_and_experts_that_compute_all_tokens_are_one_operator_each(
     name: str, shapes: list[tuple[int, ...]]
 ) -> None:
-    """Of the experts that were hit, and of all with masks; of scores of zero behind the experts, and before them.
+    """Of the experts that were hit, and of all with masks; of rows that are cut by how many each expert has; of scores
+    of zero behind the experts, and before them.
 
     Experts whose outputs no score of zero leaves out stay as they are.
     """
@@ -85,6 +89,29 @@ def _weight(weights: Mapping[str, torch.Tensor], state: State) -> torch.Tensor:
 @pytest.mark.parametrize("loop", [CountingLoop, SkippingLoop, SlotLoop, CapacityLoop])
 def test_a_loop_over_experts_in_which_a_number_of_rows_decides_more_is_refused(loop: type[ExpertLoop]) -> None:
     says = r"'layers.0' .*torch.where\(chosen == index\): .*depends on the parameters: how many"
+    with pytest.raises(CaptureError, match=says):
+        capture(ByHand(loop, layers=1), kwargs=family_batch())
+
+
+class WrongSliceLoop(SplitLoop):
+    """An expert's rows are as many as its own, from the first row on."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        sizes = self.counts(chosen).tolist()
+        outputs = [expert(rows[: size % len(rows)]) for expert, size in zip(self.experts, sizes)]
+        return rows + torch.cat(outputs).sum(0)
+
+
+class SharedSplitLoop(SplitLoop):
+    """What an expert gives is multiplied by how many rows it has."""
+
+    def output(self, expert: torch.nn.Module, piece: torch.Tensor, size: int) -> Any:
+        return expert(piece) * size
+
+
+@pytest.mark.parametrize("loop", [SharedSplitLoop, WrongSliceLoop])
+def test_how_many_rows_an_expert_has_may_only_cut_rows(loop: type[ExpertLoop]) -> None:
+    says = r"sizes = self.counts\(chosen\).tolist\(\): .*depends on the parameters: how"
     with pytest.raises(CaptureError, match=says):
         capture(ByHand(loop, layers=1), kwargs=family_batch())
 

@@ -130,6 +130,33 @@ def test_a_check_of_torchs_own_loss_stays_a_check() -> None:
         interpret(graph, inputs, lambda state: parameters[state.path])
 
 
+class Boxes(nn.Module):
+    """Predicts corners of boxes, which it writes side by side; boxes without an inside are refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        boxes = x.new_zeros(len(x), 4)
+        boxes[:, :2] = self.linear(x)
+        boxes[:, 2:] = boxes[:, :2] + size
+        if not (boxes[:, 2:] >= boxes[:, :2]).all():
+            raise ValueError(f"not corners: {boxes}")
+        return boxes.square().mean()
+
+
+def test_a_check_of_what_weights_are_written_into_is_no_check_of_the_example() -> None:
+    model, size = Boxes(), torch.tensor(0.1, dtype=torch.float64)
+    graph = assert_parity(model, args=(X, size))
+    assert not graph.guards
+    inputs = {value.name: tensor for value, tensor in zip(graph.inputs, (X, -size))}
+    parameters = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"raises an error here.*boxes\[:, :2\]\).all\(\)"):
+        interpret(graph, inputs, lambda state: parameters[state.path])
+
+
 class Deep(nn.Module):
     """Layers that repeat, each with a flag of its own in a buffer."""
 

@@ -106,9 +106,18 @@ class PlacesRows(Reader):
         return y.masked_scatter(places, y.sum(1)).square()
 
 
+class Unpacks(Reader):
+    """Flags of inputs that were packed beside values of weights."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = torch.cat([y, (lengths > 2)[:, None].to(y.dtype)], dim=-1)
+        values, flags = packed.split([FEATURES, 1], dim=-1)
+        return values[flags.squeeze(-1).bool()].square()
+
+
 READERS = (
-    PlacesRows, ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer,
-    PicksOneByOne,
+    Unpacks, PlacesRows, ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst,
+    ComparesWithBuffer, PicksOneByOne,
 )  # fmt: skip
 TARGETS = ("pp=1,dp=2", "tp=2")
 

@@ -64,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "internvl": {"downsample_ratio": 0.5},
     "jamba": {"mamba_dt_rank": 4, "attn_layer_offset": 1, "attn_layer_period": 2},
     "llama4_vision_model": {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
-                            "pixel_shuffle_ratio": 0.5},
+                            "pixel_shuffle_ratio": 0.5, "intermediate_size": 128},
     "mobilevit": {"hidden_sizes": (16, 24, 32)},
     "perceiver": {"max_position_embeddings": 16},
     "pvt": {"num_attention_heads": (1, 2, 4, 8)},
@@ -100,6 +100,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
     "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
     "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5},
+    "blt": {"encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32},
+            "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [2, 3]},
+    "dots3_note": {"text_config": {"per_layer_config": {}}},
+    "efficientloftr": {"hidden_size": 256},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                            "mrope_section": [1, 1, 2]}}},
+    "granite4_vision": {"image_grid_pinpoints": [[32, 32]]},
+    "instructblipvideo": {"video_token_index": 100, "num_query_tokens": 8},
+    "muse_glimmer": {"out_hidden_size": 128},
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4}, "out_hidden_size": 128},
+    "neomme": {"head_dim": 16},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip
 
 #: Detectors' own backbones are timm's, or too deep for a small image.
@@ -109,7 +126,7 @@ for _name in ("conditional_detr", "dab-detr", "detr", "table-transformer"):
     CONFIGS[_name] = {"backbone_config": {**RESNET, "out_features": ["stage4"]}}
 CONFIGS["deformable_detr"] = {"backbone_config": RESNET}
 for _name in ("grounding-dino", "mm-grounding-dino"):
-    CONFIGS[_name] = {"num_queries": 4}
+    CONFIGS[_name] = {"num_queries": 4, "num_labels": 1}
 CONFIGS["recurrent_gemma"] = {"block_types": ("recurrent", "attention")}
 CONFIGS["granitemoehybrid"] = {"mamba_d_head": 8, "layer_types": ["linear_attention", "full_attention"]}
 
@@ -190,9 +207,43 @@ INPUTS: dict[str, dict[str, Any]] = {
     "xclip": {"pixel_values": lambda t: t.floats(t.batch_size, t.vision("num_frames"), 3, *t.image_size)},
     "instructblip": {"qformer_input_ids": lambda t: t.tokens(t.batch_size, 8)},
     "instructblipvideo": {"qformer_input_ids": lambda t: t.tokens(t.batch_size, 8)},
-    "granite_docling": {
-        "pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size),
-        "pixel_attention_mask": lambda t: torch.ones(t.batch_size, 1, dtype=torch.long),
+    "colqwen2": {"pixel_values": lambda t: t.floats(t.batch_size, 16, 192)},
+    "csm": {
+        "input_ids": lambda t: t.tokens(t.batch_size, t.num_tokens, t.config.num_codebooks),
+        "labels": lambda t: t.tokens(t.batch_size, t.num_tokens, t.config.num_codebooks),
+        "input_values": None,
+    },
+    "dia": {
+        "decoder_input_ids": lambda t: t.tokens(t.batch_size, t.num_tokens, t.config.decoder_config.num_channels),
+        "labels": lambda t: t.tokens(t.batch_size * t.config.decoder_config.num_channels, t.num_tokens),
+    },
+    "gemma4": {"input_features": None, "input_features_mask": None},
+    "gemma4_unified": {"input_features": None, "input_features_mask": None},
+    "kimi_k25": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 3, 8, 8)},
+    "kyutai_speech_to_text": {
+        "input_ids": lambda t: t.tokens(t.batch_size, t.num_tokens, 33),
+        "labels": lambda t: t.tokens(t.batch_size, t.num_tokens),
+    },
+    "moss_transcribe_diarize": {"input_features": lambda t: t.floats(t.batch_size, 16, 128)},
+    "muse_glimmer": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 384)},
+    "muse_spark": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 384), "input_values": None},
+    "paddleocr_vl": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 3, 8, 8)},
+    "pe_audio": {"input_values": lambda t: t.floats(t.batch_size, 1, 6400)},
+    "qwen3_asr": {
+        "input_features": lambda t: t.floats(t.batch_size, 16, 100),
+        "input_features_mask": lambda t: torch.ones(t.batch_size, 100, dtype=torch.long),
+    },
+    "timesfm2_5": {
+        "past_values": lambda t: t.floats(t.batch_size, 64),
+        "future_values": lambda t: t.floats(t.batch_size, 128),
+    },
+    "neomme": {"pixel_values": None},
+    "vibevoice": {"input_values": None},
+    "video_llama_3": {"image_merge_sizes": lambda t: torch.ones(t.batch_size, dtype=torch.long)},
+    "video_llava": {
+        "pixel_values": None,
+        "pixel_values_videos": None,
+        "pixel_values_images": lambda t: t.floats(t.batch_size, 3, *t.image_size),
     },
     "voxtral_realtime": {"input_features": lambda t: t.floats(t.batch_size, 16, 128)},
     "oneformer": {"task_inputs": lambda t: t.tokens(t.batch_size, 16)},
@@ -218,10 +269,16 @@ INPUTS: dict[str, dict[str, Any]] = {
 }
 for _name in ("idefics2", "idefics3", "smolvlm", "modernvbert", "ultravbert"):
     INPUTS[_name] = {"pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size)}
-for _name in ("llava_next", "llava_next_video", "llava_onevision"):
+for _name in ("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"):
     INPUTS[_name] = {"pixel_values": lambda t: t.floats(t.batch_size, 2, 3, *t.image_size)}
 for _name, _frames in (("vjepa2", 4), ("videoprism", 16), ("videoprism_vision_model", 16)):
     INPUTS[_name] = {"pixel_values_videos": lambda t, frames=_frames: t.floats(t.batch_size, frames, 3, *t.image_size)}
+for _name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"):
+    INPUTS[_name] = {"input_features": None, "feature_attention_mask": None}
+for _name in ("nemotron3_5_asr", "nemotron_asr_streaming", "parakeet_rnnt", "parakeet_tdt"):
+    INPUTS[_name] = {"decoder_input_ids": lambda t: t.tokens(t.batch_size, 5)}
+for _name in ("grounding-dino", "mm-grounding-dino"):
+    INPUTS[_name] = {"input_ids": lambda t: t.between(101, 102)}
 for _name in ("granite_speech", "granite_speech_plus"):
     INPUTS[_name] = {"input_features_mask": lambda t: torch.ones(t.batch_size, 8, dtype=torch.bool)}
 for _name in ("autoformer", "informer", "time_series_transformer"):

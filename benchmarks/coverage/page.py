@@ -16,6 +16,9 @@ every gradient and the weights after three AdamW steps against the model on one 
 float32 to 1e-5 where the model does not run in float64 (`planner.verify` lets pass what rounding explains, saying so).
 """
 
+#: What ``_blamed`` says of a type in whose way nothing of ours stands.
+_OF_MODEL = frozenset({"the model's"})
+
 
 def page(rows: Mapping[str, Row]) -> str:
     """The page: counts, then every type by what holds of it."""
@@ -61,6 +64,9 @@ def _counts(rows: Mapping[str, Row], built: list[Row]) -> list[str]:
         f"| of these in float32, to 1e-5 | {len(loose)} |",
         f"| tried with a pipeline | {_count(built, lambda row: 'pipeline' in row.outcomes)} |",
         f"| verified with a pipeline | {_count(built, lambda row: row.passed('pipeline'))} |",
+        f"| failed behind eager, for a reason of ours | {_count(built, lambda row: 'ours' in _blamed(row))} |",
+        "| failed behind eager, for a reason of the model's alone "
+        f"| {_count(built, lambda row: _blamed(row) == _OF_MODEL)} |",
         f"| at most 1% of the compute in operators without a rule, of {len(shares)} whose share was recorded "
         f"| {sum(share <= 0.01 for share in shares)} |",
         "",
@@ -103,6 +109,11 @@ def _failures(title: str, rows: list[Row]) -> list[str]:
 def _whose(reason: str) -> str:
     """Ours, unless a pattern says that it is the model's."""
     return "ours" if model_reason(reason) is None else "the model's"
+
+
+def _blamed(row: Row) -> frozenset[str]:
+    """Whose the reasons are for which stages of a type failed."""
+    return frozenset(_whose(outcome.reason) for outcome in row.outcomes.values() if not outcome.passed)
 
 
 def _unbuilt(rows: Mapping[str, Row]) -> list[str]:

@@ -149,9 +149,16 @@ def _agreeing(config: Any, values: dict[str, Any], entries: dict[str, Any]) -> d
     if sections:
         rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
         head_dim = entries.get("head_dim") or WIDTH // NUM_HEADS
-        half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-        agreed["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+        agreed["rope_parameters"] = _with_sections(rope, head_dim)
     return agreed
+
+
+def _with_sections(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """A rotary embedding, or that of each kind of layer, with sections for time, height and width."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {kind: _with_sections(value, head_dim) for kind, value in rope.items() if isinstance(value, dict)}
+    half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    return {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
 
 
 def _rotary_sections(config: Any) -> bool:

@@ -85,6 +85,12 @@ class TinyInputs:
     def tokens(self, *shape: int) -> torch.Tensor:
         return self.integers(3, min(ORDINARY_TOKENS, self.vocabulary), *shape)
 
+    def between(self, first: int, last: int) -> torch.Tensor:
+        """Tokens, of which the first and the last are special ones."""
+        tokens = self.tokens(self.batch_size, self.num_tokens)
+        tokens[:, 0], tokens[:, -1] = first, last
+        return tokens
+
     def marked(self, begin: int, end: int) -> torch.Tensor:
         """A mask of tokens: true from ``begin`` to before ``end``."""
         mask = torch.zeros(self.batch_size, self.num_tokens, dtype=torch.bool)
@@ -108,7 +114,7 @@ class TinyInputs:
 
     def text(self, name: str) -> Any:
         """A field of the text part of the config."""
-        for config in (self.config, self.config.get_text_config(), getattr(self.config, "text_config", None)):
+        for config in (self.config, _text_config(self.config), getattr(self.config, "text_config", None)):
             value = getattr(config, name, None)
             if value is not None:
                 return value
@@ -138,11 +144,20 @@ class TinyInputs:
             "audio_token_id",
             "audio_token_index",
             "speech_token_index",
+            "video_token_index",
         ):
             value = getattr(self.config, name, None)
             if isinstance(value, int):
                 return value
         return None
+
+
+def _text_config(config: Any) -> Any:
+    """The part of the config that is about text; of several, that of the decoder."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)
 
 
 def _sub_configs(config: Any) -> list[Any]:

@@ -78,7 +78,7 @@ def canonicalise(
     write_out_embedding_bags(module)
     separate_loss_reductions(module)
     replace_out_arguments(module)
-    functionalise(module, buffers)
+    functionalise(module, buffers, trainable)
     replace_synonyms(module)
     check_each_element(module)
     fill_scalars(module)

@@ -93,7 +93,8 @@ class BandFinder:
     def tensor(self, node: fx.Node) -> torch.Tensor | None:
         """The value of a constant of at most ``LARGEST`` elements, or None if it depends on something else."""
         if node not in self._tensors:
-            is_small_constant = _is_constant(node) and node.op == "call_function" and value(node).numel() <= LARGEST
+            is_call = node.op == "call_function" and isinstance(node.target, OpOverload)  # not one of several results
+            is_small_constant = is_call and _is_constant(node) and value(node).numel() <= LARGEST
             self._tensors[node] = self._compute(node) if is_small_constant else None
         return self._tensors[node]
 

@@ -130,11 +130,15 @@ class ExpertRows:
             return None
         if all(same_value(table, tables[0]) for table in tables[1:]):
             table = tables[0]
+            if self._tokens.single:
+                return table
             is_number = table.target is aten.unsqueeze.default and table.args[1] in (-1, num_dims)
             if is_number and len(shape(table)) == num_dims + 1:  # scores[..., None]
                 numbers = insert(at, aten.unsqueeze.default, (table.args[0], num_dims))
                 return insert(at, aten.unsqueeze.default, (numbers, num_dims + 1))
             return insert(at, aten.unsqueeze.default, (table, num_dims))
+        if self._tokens.single:
+            return None
         columns = _columns(tables, num_dims)
         if columns is not None:
             return self._chosen_columns(columns)
@@ -183,7 +187,7 @@ class ExpertRows:
             every_choice = [*shape(self._tokens.ids), *shape(first)[1:]]
             spread = insert(at, aten.expand.default, (source, every_choice))
             return insert(at, aten.dropout.default, (spread, *first.args[1:]))
-        with_rows = rebuild(first, rows, self._tokens.num_token_dims + 1)
+        with_rows = rebuild(first, rows, len(shape(self._tokens.ids)))
         if with_rows is not None and with_rows.op == "call_function":
             at.prepend(with_rows)  # it was inserted where the first expert stands, and depends on what stands here
         return with_rows

@@ -171,15 +171,17 @@ def _with_group(base: fx.Node, in_order: Sequence[tuple[ExpertMask, _Write]], *,
     if tokens is None or not _excludes(tokens, masks[0], writes[0]):
         return None
     rows = ExpertRows(at, tokens, roots).rows([write.rows for write in writes])
-    if rows is None or shape(rows)[: tokens.num_token_dims + 1] != shape(tokens.ids):
+    if rows is None or shape(rows)[: len(shape(tokens.ids))] != shape(tokens.ids):
         return None
-    total = insert(at, aten.sum.dim_IntList, (_dropped(at, tokens, rows), [tokens.num_token_dims]))
+    total = rows
+    if not tokens.single:
+        total = insert(at, aten.sum.dim_IntList, (_dropped(at, tokens, rows), [tokens.num_token_dims]))
     if shape(total) != shape(base):
         total = insert(at, aten.reshape.default, (total, list(shape(base))))
     if writes[0].kind != "put":
         return total if base.target in _FILLED else insert(at, aten.add.Tensor, (base, total))
     if tokens.valid is None:
-        return total
+        return total  # every row is written
     num_dims = len(writes[0].places.dims)
     sizes = [*shape(base)[:num_dims], *[1] * (len(shape(base)) - num_dims)]
     written = insert(at, aten.reshape.default, (tokens.valid, sizes))

@@ -36,20 +36,22 @@ class RoutedTokens(NamedTuple):
         valid: flags [*tokens, K]; None if each choice has an expert.
         token_dims: the dims of a mask that are dims of tokens; what is left is its dim of choices.
         distinct: no token chooses an expert twice.
+        single: each token has one choice, and ``ids`` no dim of choices.
     """
 
     ids: fx.Node
     valid: fx.Node | None
     token_dims: tuple[int, ...]
     distinct: bool
+    single: bool = False
 
     @property
     def num_token_dims(self) -> int:
-        return len(shape(self.ids)) - 1
+        return len(shape(self.ids)) - (0 if self.single else 1)
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        return shape(self.ids)[:-1]
+        return shape(self.ids)[: self.num_token_dims]
 
 
 class _Choices(NamedTuple):
@@ -90,7 +92,7 @@ def routed_tokens(
     if choices is None or len(rest) > 1 or len(choices.dims) != rank:
         return None
     ids, valid = choices.ids, choices.counted
-    distinct = not rest or (choices.dims[rest[0]] == rank - 1 and _are_distinct(ids))
+    distinct = not rest or (choices.dims[rest[0]] == rank - 1 and are_distinct(ids))
     if first:
         ids = insert(at, aten.sub.Scalar, (ids, first))
     if not _below(ids, len(masks)):
@@ -102,6 +104,8 @@ def routed_tokens(
         ids = insert(at, aten.where.self, (valid, ids, insert(at, aten.full_like.default, (ids, -1))))
     order = [choices.dims[dim] for dim in (*token_dims, *rest)]
     parts = [None if part is None else laid_out_choices(at, part, order) for part in (ids, valid)]
+    if source.target is aten.repeat_interleave.Tensor and valid is None:
+        return RoutedTokens(ids, None, token_dims, distinct, single=True)
     if not rest:
         parts = [None if part is None else insert(at, aten.unsqueeze.default, (part, rank)) for part in parts]
     assert parts[0] is not None
@@ -209,7 +213,7 @@ def _order(node: fx.Node) -> list[int] | None:
     return None
 
 
-def _are_distinct(ids: fx.Node) -> bool:
+def are_distinct(ids: fx.Node) -> bool:
     """Whether ids along the last dim come of ``topk`` along it, of any dims in front."""
     node: Any = ids
     while node.target in _CASTS or (
@@ -229,6 +233,8 @@ def _below(ids: fx.Node, count: int) -> bool:
     if node.target is aten.argmax.default:
         dim = argument(node, "dim")
         return dim is not None and shape(node.args[0])[dim] == count
+    if node.target is aten.repeat_interleave.Tensor:
+        return shape(node.args[0]) == (count,)
     if "getitem" not in str(node.target) or node.args[1] != 1:
         return False
     source = node.args[0]

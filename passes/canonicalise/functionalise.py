@@ -16,22 +16,23 @@ import torch
 from torch import fx
 
 from passes.canonicalise.fx import argument, aten, insert, is_tensor, shape, value, writes
+from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.ir.errors import CaptureError
 from passes.torch_compat.operators import OpOverload, overload_name, schema
 from passes.torch_compat.tensor_fields import storage_id
 
 
-def functionalise(module: fx.GraphModule, buffers: Collection[str]) -> None:
+def functionalise(module: fx.GraphModule, buffers: Collection[str], trainable: Collection[str]) -> None:
     """Rewrite every write of the graph.
 
     Args:
-        buffers: names of the placeholders that are buffers.
+        buffers, trainable: names of the placeholders that are buffers, and of those that carry a gradient.
 
     Raises:
         CaptureError: for a write that has no functional form, or that reaches a parameter.
     """
     if any(writes(node) for node in module.graph.nodes if node.op == "call_function"):
-        _Functionaliser(module.graph, buffers).run()
+        _Functionaliser(module.graph, buffers, trainable).run()
 
 
 class _Functionaliser:
@@ -41,11 +42,15 @@ class _Functionaliser:
         views: view node → the node it views.
         version: root of a set of views → how often it was written.
         current: node → (version, node that holds its value now).
+        detached: nodes that look at the memory of what has a gradient, without it.
     """
 
-    def __init__(self, graph: fx.Graph, buffers: Collection[str]) -> None:
+    def __init__(self, graph: fx.Graph, buffers: Collection[str], trainable: Collection[str]) -> None:
         self.graph = graph
         self.buffers = buffers
+        detaching = [node for node in graph.nodes if node.target is aten.detach.default]
+        carrying = nodes_with_gradient(graph, trainable) if detaching else set()
+        self.detached = {node for node in detaching if node.args[0] in carrying}
         self.views: dict[fx.Node, fx.Node] = {}
         self.version: dict[fx.Node, int] = {}
         self.current: dict[fx.Node, tuple[int, fx.Node]] = {}
@@ -91,19 +96,25 @@ class _Functionaliser:
 
     def write(self, node: fx.Node, target: fx.Node) -> None:
         """Replace an in-place call on ``target`` and carry the result to everything that shares its memory."""
+        root = self.root(target)
+        if root.op == "placeholder" and root.name.startswith("p_"):
+            raise CaptureError(
+                f"the model writes to parameter {root.name[2:]!r} in its forward: write to it between steps (under "
+                "torch.no_grad(), by parallel.named_parameters()), or register it as a buffer"
+            )
         held = _functional(node)
         updates = [(target, held)]
         while target in self.views:
+            if target in self.detached:
+                raise CaptureError(
+                    "the model writes through .data or detach() into a tensor that has a gradient, or where gradients "
+                    "are off, which would be lost: write to a clone"
+                )
             view, target = target, self.views[target]
             if view.target is operator.getitem:
                 target = self.views[target]
             held = _scatter(view, self.now(target, node), held, node)
             updates.append((target, held))
-        if target.op == "placeholder" and target.name.startswith("p_"):
-            raise CaptureError(
-                f"the model writes to parameter {target.name[2:]!r} in its forward: write to it between steps (under "
-                "torch.no_grad(), by parallel.named_parameters()), or register it as a buffer"
-            )
         self.version[target] = self.version.get(target, 0) + 1
         for member, held in updates:
             self.current[member] = (self.version[target], held)

@@ -2,9 +2,10 @@
 
     order = sort(ids); y = grouped_mm(x[order // k], weight, cumsum(histc(ids))); y[inverse of order]
 
-becomes ``expert_linear(x, ids, weight)``. Sorting mixes the samples of a batch; what it is for does not. Every value in
-sorted order gets a counterpart in the order of the ids, operator by operator; where rows are put back (or added up, or
-counted), the counterpart takes over. What has none keeps the sorted rows.
+becomes ``expert_linear(x, ids, weight)``; sorted rows that are cut by how many each expert has are there already as
+such (``expert_loops``). Sorting mixes the samples of a batch; what it is for does not. Every value in sorted order gets
+a counterpart in the order of the ids, operator by operator; where rows are put back (or added up, or counted), the
+counterpart takes over. What has none keeps the sorted rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonicalise.expert_expressions import same_value
+from passes.canonicalise.expert_masks import are_distinct
 from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape
 from passes.canonicalise.repeated_rows import repeated, repetitions
@@ -23,7 +26,7 @@ from passes.canonicalise.row_operators import rebuild
 _SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 _FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 #: Operators that count, whatever the order.
-_COUNTS = (aten.histc.default, aten.bincount.default)
+_COUNTS = (aten.histc.default,)
 
 
 def grouped_products() -> tuple[Any, ...]:
@@ -36,7 +39,7 @@ def grouped_products() -> tuple[Any, ...]:
 def unsort_experts(module: fx.GraphModule) -> None:
     """Replace what is computed on rows sorted by expert by the same on rows in their own order."""
     products = grouped_products()
-    if not any(True for _ in calls(module.graph, *products)):
+    if not any(True for _ in calls(module.graph, *products, aten.repeat_interleave.Tensor)):
         return
     for sort in calls(module.graph, *_SORTS):
         if len(shape(sort.all_input_nodes[0])) == 1 and not argument(sort, "descending"):
@@ -75,6 +78,8 @@ class _Unsorting:
                 self._by_order(node)
             elif any(operand in self.in_order for operand in node.all_input_nodes):
                 self._of_sorted(node)
+            elif node.target is aten.repeat_interleave.Tensor and self._are_counts(node.args[0]):
+                self.in_order[node] = self.ids
 
     def _by_order(self, node: fx.Node) -> None:
         """A use of the places of sorted rows."""
@@ -151,22 +156,46 @@ class _Unsorting:
         total = _without_casts(ends)
         if total.target is not aten.cumsum.default or argument(total, "dim") != 0:
             return False
-        counts = _without_casts(total.args[0])
+        return shape(total) == (num_experts,) and self._are_counts(total.args[0])
+
+    def _are_counts(self, node: Any) -> bool:
+        """Whether ``node`` is how many of the ids each expert is."""
+        counts = _without_casts(node)
+        num_experts = shape(counts)[0]
         if counts.target is aten.histc.default:
             bounds = [argument(counts, name) for name in ("bins", "min", "max")]
             if bounds != [num_experts, 0, num_experts - 1]:
                 return False
-        elif counts.target is aten.bincount.default:
-            if argument(counts, "weights") is not None or shape(counts) != (num_experts,):
+        elif counts.target is aten.scatter_add.default:  # as bincount is written out
+            zeros, dim, ids, ones = counts.args
+            adds_ones = isinstance(ones, fx.Node) and ones.target in (aten.ones_like.default, aten.ones.default)
+            is_zero = isinstance(zeros, fx.Node) and zeros.target in _FILLED
+            if not is_zero or not adds_ones or dim != 0 or len(shape(counts)) != 1:
                 return False
+            return self._are_ids(ids)
         elif counts.target is aten.sum.dim_IntList and counts.args[1:] == ([0],):
             counts = _without_casts(counts.args[0])
+            if counts.target is aten.scatter.value:
+                return self._marks_choices(counts, num_experts)
             if counts.target is not aten.one_hot.default or shape(counts)[-1] != num_experts:
                 return False
         else:
             return False
-        counted = _without_casts(counts.args[0])
-        return self.in_order.get(counted, counted) is self.ids
+        return self._are_ids(counts.args[0])
+
+    def _are_ids(self, node: Any) -> bool:
+        """Whether ``node`` is the ids, in their own order or sorted."""
+        ids = _without_casts(node)
+        return same_value(self.in_order.get(ids, ids), self.ids)
+
+    def _marks_choices(self, node: fx.Node, num_experts: int) -> bool:
+        """Whether ``node`` is zeros [tokens, experts] with a 1 at each of a token's choices, which the ids are."""
+        zeros, dim, chosen, mark = node.args
+        is_flat = self.ids.target is aten.reshape.default and self.ids.args[0] is chosen
+        if not isinstance(zeros, fx.Node) or zeros.target not in _FILLED or not isinstance(chosen, fx.Node):
+            return False
+        is_mark = isinstance(mark, int) and mark == 1
+        return is_flat and is_mark and dim in (1, -1) and shape(node)[1:] == (num_experts,) and are_distinct(chosen)
 
 
 def _without_casts(node: Any) -> fx.Node:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
+from passes.capture.batched_calls import traced_batched_calls
 from passes.capture.custom_functions import traced_custom_functions
 from passes.capture.host_functions import traced_host_functions
 from passes.torch_compat.tracing import (
@@ -46,6 +47,7 @@ def export(
         lazy_code(),
         float32_precisions_kept(),
         traced_custom_functions(),
+        traced_batched_calls(),
         traced_host_functions(),
         idle_conversions(),
         states_of_lstm_layers(),

@@ -16,6 +16,7 @@ from passes.capture.python_state import StateChanges, TracedStates, WatchedState
 from passes.capture.value_reads import ValueReads
 from passes.capture.watch import WatchedForward
 from passes.ir.value_guards import GuardReading
+from passes.torch_compat.tracer_questions import answered_lists
 
 LossFunction = Callable[[Any, Any], Any]
 _PLACED = "placed in Python"
@@ -75,7 +76,8 @@ class FlatCall(nn.Module):
         return tuple(self.result.tensors.values())
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Structure, dict[Path, torch.Tensor]]:
-        with WatchedForward(self.originals, self.reads) as watched, no_python_draws():
+        watched = WatchedForward(self.originals, self.reads)
+        with watched, no_python_draws(), answered_lists(watched.row_groups.sizes):
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
             else:

@@ -63,6 +63,7 @@ class PickedRows:
     _masks: dict[Any, tuple[int, int]] = field(default_factory=dict)
     _by_module: Counter[str] = field(default_factory=Counter)
     _last_place: str = ""
+    _last_most: int | None = None
     _places: dict[int, tuple[torch.Tensor, int, str]] = field(default_factory=dict)
 
     def fresh(self) -> PickedRows:
@@ -72,15 +73,16 @@ class PickedRows:
     def _is_idle(self, number: int) -> bool:
         return self.idle > 0 and number % self.idle == 0
 
-    def count(self, mask: object, expert: int | None, place: str) -> int:
+    def count(self, mask: object, expert: int | None, place: str, most: int | None = None) -> int:
         """The number of rows that a mask picks: the same whenever it is asked.
 
         Args:
             mask: what the mask is known by.
             expert: its place in a loop over the experts that were hit.
             place: the line of the model that asks.
+            most: how many of its first entries can be true, if that is known.
         """
-        self._last_place = place
+        self._last_place, self._last_most = place, most
         if mask not in self._masks:
             self._masks[mask] = (len(self._masks), self._by_module[_module_path(place)])
             self._by_module[_module_path(place)] += 1
@@ -91,6 +93,10 @@ class PickedRows:
             self.left_out_counts.add(count)
         self.counts.setdefault(count, place)
         return count
+
+    def name(self, mask: object, known_by: object) -> None:
+        """``mask`` picks the rows that are counted already, under another name."""
+        self._masks[mask] = self._masks[known_by]
 
     def is_looping(self, place: str) -> bool:
         """Whether a line may be part of a loop over places."""
@@ -117,7 +123,8 @@ class PickedRows:
         """How many places there are at most in what a function gives, and who picked them; 0 if it gives no places."""
         if function in ("nonzero", "argwhere", "where"):
             is_one_dim = operand.dim() == 1 and operand.shape[0] <= _MOST_PLACES
-            return operand.shape[0] if is_one_dim else 0, self._last_place
+            most = operand.shape[0] if self._last_most is None else min(self._last_most, operand.shape[0])
+            return most if is_one_dim else 0, self._last_place
         if function not in _VIEWS or id(operand) not in self._places:
             return 0, ""
         return self._places[id(operand)][1:]

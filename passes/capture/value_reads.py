@@ -119,6 +119,12 @@ class ValueReads:
             if check is not None:
                 self.checks.append((args[0], *check))
                 return check[0]
+        if operator is _aten.bincount.default:
+            size = self._number_of_bins(*args, **kwargs)
+            if size is not None:
+                with stand_ins:
+                    weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
+                    return (args[0] if weights is None else weights).new_empty((size,), dtype=_dtype_of_counts(weights))
         if operator is _aten.nonzero.default:
             picked = self._picked_count(args[0])
             if picked is not None:
@@ -189,7 +195,33 @@ class ValueReads:
                 "rows are picked inside of a loop over experts that were hit, by a mask that is not one of those whose "
                 f"hits the loop runs over: {_INSTEAD}"
             )
-        return self.picked.count(node, expert, place)
+        return self.picked.count(node, expert, place, traced.most_hits(hits) if hits else None)
+
+    def _number_of_bins(self, ids: torch.Tensor, weights: Any = None, minlength: int = 0) -> int | None:
+        """How long ``bincount`` is of ids that weights decide, if that is known before their values are."""
+        traced = self._subgraphs
+        if traced is None or traced.is_settled(ids):
+            return None
+        bound = traced.bound_of(ids)
+        return minlength if bound is not None and bound <= minlength else None
+
+    def sizes_of_groups(self, counts: torch.Tensor) -> list[int] | None:
+        """Made-up numbers for the entries of ``counts``, if inputs, buffers and constants do not decide them."""
+        node = None if self._subgraphs is None else self._subgraphs.unsettled_mask(counts)
+        if node is None:
+            return None
+        place = describe_stack(self._modules)
+        return [self.picked.count((node, group), None, place) for group in range(len(counts))]
+
+    def name_group(self, mask: torch.Tensor, counts: torch.Tensor, group: int) -> None:
+        """``mask`` picks the rows of a group, as many as an entry of ``counts`` says."""
+        assert self._subgraphs is not None
+        masks = self._subgraphs.unsettled_mask(mask), self._subgraphs.unsettled_mask(counts)
+        self.picked.name(masks[0], (masks[1], group))
+
+    def depends_on(self, tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+        """Whether ``tensor`` is computed of ``mask``."""
+        return self._subgraphs is not None and self._subgraphs.depends_on(tensor, mask)
 
     def _number(self, tensor: torch.Tensor) -> int | float | None:
         """A number that Python reads: one that was written out, or of the rows that a mask picks; None for others."""
@@ -275,6 +307,12 @@ class ValueReads:
 
 
 _NUMBERS = (_aten.item.default, _aten._local_scalar_dense.default)
+
+
+def _dtype_of_counts(weights: torch.Tensor | None) -> torch.dtype:
+    if weights is None:
+        return torch.int64
+    return weights.dtype if weights.dtype == torch.float32 else torch.float64
 
 
 def _words_for(operator: Any, args: tuple[Any, ...]) -> str:

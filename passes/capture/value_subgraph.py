@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.capture.bounded_ids import bound_of_ids
 from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
+from passes.capture.joined_parts import joined_part
 from passes.capture.shorten import SKIPPED
 from passes.ir.value_guards import GuardStep, StepResult
 from passes.torch_compat.operators import OpOverload, schema, tree_leaves
@@ -66,10 +68,7 @@ class Subgraphs:
         node = self._trace.node_of(tensor)
         if node is None:
             raise UnknownValue("comes from outside of what is traced")
-        nodes = _upstream(node)
-        writes = self._are_written(nodes)
-        if writes:
-            nodes = _with_writers(list(self._trace.graph.nodes), node)
+        nodes, writes = self._leading_to(node)
         for each in nodes:  # refuse before anything is run
             self._check(each)
         # What is written to is computed again for every reading, which may come before or after the writing.
@@ -82,7 +81,14 @@ class Subgraphs:
     def is_settled(self, tensor: torch.Tensor) -> bool:
         """Whether inputs, buffers and constants decide what ``tensor`` is."""
         node = self._trace.node_of(tensor)
-        return node is not None and self._is_settled(_upstream(node))
+        return node is not None and self._is_settled(self._leading_to(node)[0])
+
+    def _leading_to(self, node: fx.Node) -> tuple[list[fx.Node], bool]:
+        """All that decides what a node gives, in an order in which it can run; whether any of it is written to."""
+        nodes = _upstream(node)
+        if not self._are_written(nodes):
+            return nodes, False
+        return _with_writers(list(self._trace.graph.nodes), node), True
 
     def answer_if_finite(self, flag: torch.Tensor) -> bool | None:
         """What ``flag`` is if all numbers are finite; None if that does not decide it."""
@@ -108,11 +114,16 @@ class Subgraphs:
         if (
             node is None
             or node.meta["val"].dim() == 0
-            or self._is_settled(_upstream(node))
+            or self._is_settled(self._leading_to(node)[0])
             or self._are_written([node])
         ):
             return None
         return node
+
+    def depends_on(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether ``other`` is among what ``tensor`` is computed of."""
+        node, source = self._trace.node_of(tensor), self._trace.node_of(other)
+        return node is not None and source is not None and source in _upstream(node)
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of what is made of numbers alone; None for what depends on anything else."""
@@ -169,6 +180,18 @@ class Subgraphs:
         is_one_hot = any(_name(each) == "aten.one_hot" for each in _upstream(masks))
         return {masks} if is_one_hot and summed == set(range(1, rank)) else set()
 
+    def most_hits(self, masks: Iterable[fx.Node]) -> int | None:
+        """How many experts can be hit at most, whose one-hot rows ``masks`` are; None if that is not known."""
+        of = [each.args[0] for node in masks for each in _upstream(node) if _name(each) == "aten.one_hot"]
+        bounds = [bound_of_ids(ids) for ids in of]
+        known = [bound for bound in bounds if bound is not None]
+        return max(known) if known and len(known) == len(bounds) else None
+
+    def bound_of(self, tensor: torch.Tensor) -> int | None:
+        """A number that all entries of a tensor of ids are below; None if none is known."""
+        node = self._trace.node_of(tensor)
+        return None if node is None else bound_of_ids(node)
+
     def entry_number(self, mask: fx.Node, masks: set[fx.Node]) -> int | None:
         """Which entry along the first dim of one of ``masks`` a mask is; None if it is none."""
         node: Any = mask
@@ -219,6 +242,9 @@ class Subgraphs:
             return GuardStep(kind, (name,), writes=copied)
         if node.op == "get_attr":
             return _literal(self._trace.constant(str(node.target)))
+        part = joined_part(node)
+        if part is not None:
+            return GuardStep("aten.to.dtype", (steps[part], node.meta["val"].dtype))
         if node.target is python_operator.getitem:
             return GuardStep("item", tuple(_argument(argument, steps) for argument in node.args))
         args = tuple(_argument(argument, steps) for argument in node.args)
@@ -284,6 +310,9 @@ def _with_writers(nodes: list[fx.Node], node: fx.Node) -> list[fx.Node]:
 
 
 def _read_nodes(node: fx.Node) -> list[fx.Node]:
+    part = joined_part(node)
+    if part is not None:
+        return [part]
     place = _only_shape_at(node)
     if place is None:
         return node.all_input_nodes

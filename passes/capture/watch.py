@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.placed_rows import placed_rows
+from passes.capture.row_groups import RowGroups
 from passes.capture.value_reads import ValueReads
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
@@ -30,6 +31,7 @@ class WatchedForward(TorchFunctionMode):
 
     Attributes:
         checkpoints: whether part of the model ran under ``torch.utils.checkpoint``.
+        row_groups: answers what it asks of groups of rows.
 
     Args:
         originals: names of the tensors that the copy of the model must not come across, by identity.
@@ -41,6 +43,7 @@ class WatchedForward(TorchFunctionMode):
         self.checkpoints = False
         self._originals = originals
         self._reads = reads
+        self.row_groups = RowGroups(reads)
         #: What masks picked and nothing but a CTC loss has seen, by identity: its tensor, the readings of its size.
         self._targets: dict[int, tuple[torch.Tensor, list[GuardReading]]] = {}
         #: Readings of sizes that only CTC losses depend on.
@@ -55,6 +58,8 @@ class WatchedForward(TorchFunctionMode):
             self._check_regions()
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
+        if func == _DATA:
+            return args[0].detach()  # whatever is written to it is found where writes are made functional
         if func in _FROM_DATA and args and isinstance(args[0], (list, tuple)):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
@@ -69,6 +74,9 @@ class WatchedForward(TorchFunctionMode):
         placed = placed_rows(self._reads, name, args) if not kwargs else None
         if placed is not None:
             return placed
+        grouped = self.row_groups.call(name, args, kwargs or {})
+        if grouped is not None:
+            return grouped
         num_entries = self._reads.num_entries
         places = self._reads.picked.rows_of(name, args[0] if args else None)
         if places is not None:
@@ -111,8 +119,8 @@ class WatchedForward(TorchFunctionMode):
             raise CaptureError("torch.inference_mode inside of forward cannot be traced: use torch.no_grad")
         if is_inside_transform():
             raise CaptureError(
-                "a transform of torch.func (vmap, grad, jvp, …) inside of forward cannot be traced: write the batch "
-                "dim out, or use torch.autograd.grad(..., create_graph=True)"
+                "a transform of torch.func (grad, jvp, …) inside of forward cannot be traced: use "
+                "torch.autograd.grad(..., create_graph=True)"
             )
         pack = _pack_hook()
         if pack is None or pack is self._hooks_outside:
@@ -125,6 +133,7 @@ class WatchedForward(TorchFunctionMode):
         self.checkpoints = True
 
 
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 #: Functions that read the values of tensors in a list, which have none.
 _FROM_DATA = (torch.tensor, torch.as_tensor)
 _AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)

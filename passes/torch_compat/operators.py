@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "HigherOrderOperator",
@@ -14,8 +14,10 @@ __all__ = [
     "TorchDispatchMode",
     "overload_name",
     "schema",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
 ]
 
 

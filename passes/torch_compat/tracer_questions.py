@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -55,6 +56,23 @@ def answered_reads(answer: Answer) -> Iterator[None]:
                 del op_implementations_dict[operator]
             else:
                 op_implementations_dict[operator] = original
+
+
+@contextlib.contextmanager
+def answered_lists(answer: Callable[[torch.Tensor], list[Any] | None]) -> Iterator[None]:
+    """On this thread, ``tensor.tolist()`` of a stand-in is ``answer``'s, where that is not None."""
+    original = FakeTensor.tolist
+    tracing = threading.get_ident()
+
+    def tolist(self: FakeTensor) -> Any:
+        numbers = answer(self) if threading.get_ident() == tracing else None
+        return original(self) if numbers is None else numbers
+
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = original  # type: ignore[method-assign]
 
 
 class CurrentTrace:
