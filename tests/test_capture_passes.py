@@ -435,34 +435,3 @@ def test_a_look_up_of_rows_one_after_the_other_is_a_view(
     function: Callable[[torch.Tensor], torch.Tensor], looked_up: bool
 ) -> None:
     assert ("aten.index.Tensor" in check(function, 2, 3, 8)) is looked_up
-
-
-def low_frequencies(y: torch.Tensor) -> torch.Tensor:
-    """As neural operators write them."""
-    spectrum = torch.fft.rfft2(y)
-    kept = torch.zeros_like(spectrum)
-    kept[:, :, :2] = spectrum[:, :, :2] * (1 + 2j)
-    kept[:, -2] = spectrum[:, 0].conj()
-    return torch.fft.irfft2(kept)
-
-
-def on_a_diagonal(y: torch.Tensor) -> torch.Tensor:
-    spectrum = torch.fft.fft2(y)
-    torch.diagonal(spectrum, 0, -2, -1).mul_(0.5 - 1j)
-    spectrum[0].copy_(spectrum[1].conj())
-    return torch.fft.ifft2(spectrum).real
-
-
-@pytest.mark.parametrize("function", [low_frequencies, on_a_diagonal])
-def test_parts_of_complex_tensors_are_written_with_gradients(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert {"aten.view_as_real.default", "aten.view_as_complex.default"} < set(check(function, 2, 4, 6))
-
-
-def test_numbers_written_through_their_bits_are_refused() -> None:
-    def write(y: torch.Tensor) -> torch.Tensor:
-        result = y * 1
-        result.detach().view(torch.int64).bitwise_and_(-2)
-        return result
-
-    with pytest.raises(CaptureError, match=r"in place through aten\.view\.dtype"):
-        capture(Calls(write, (3,)), args=(torch.randn(3, dtype=torch.float64),))

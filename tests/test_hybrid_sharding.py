@@ -100,7 +100,6 @@ def test_a_file_with_groups_that_there_are_not_is_refused(ranks: int) -> None:
         ({"dp": 8, "zero": 3, "zero_ranks": 3}, r"they must divide the data ranks.*Possible: zero_ranks = 0, 2, 4, 8"),
         ({"dp": 8, "zero": 3, "zero_ranks": 1}, "2 or more neighbours.*say zero=0"),
         ({"dp": 8, "zero": 0, "zero_ranks": 2}, "zero=0, which divides nothing, and zero_ranks"),
-        ({"dp": 2, "ep": 4, "zero": 1, "zero_ranks": 2}, "a multiple of ep, so that experts divide over them too"),
     ],
     ids=str,
 )
