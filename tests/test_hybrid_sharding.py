@@ -143,6 +143,12 @@ def test_experts_divide_over_the_neighbours_of_their_own_place(fix: dict[str, An
     assert audit.ok, audit.table()
 
 
+def test_groups_that_places_of_experts_do_not_divide_are_refused() -> None:
+    mesh = {"dp": 2, "ep": 4, "pp": 1, "cp": 1, "tp": 1, "recompute": "none", "zero": 1, "zero_ranks": 2}
+    with pytest.raises(ValueError, match="a multiple of ep, so that experts divide over them too"):
+        planner.verify(mixture(), fix=mesh, cluster=slow_devices(8), batch=mixture_batch(batch=16))
+
+
 def test_frameworks_are_told_the_groups_or_say_that_they_lack_them(tmp_path: Path) -> None:
     plan = hybrid(dp=8, zero=3, zero_ranks=4)
     told = plan.export("torchtitan").settings
