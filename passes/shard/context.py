@@ -238,15 +238,11 @@ def output_placement(choices: tuple[AxisChoice, ...], index: int) -> Placement:
 def _check_same_model(graph: Graph, plan: Plan) -> None:
     for state in graph.states:
         planned = plan.states.get(state.path)
-        if planned is None and state.value.kind == "parameter" and graph.model_name == plan.model:
-            raise ValueError(
-                f"the plan says nothing of parameter {state.path!r}: the call that it was made for does not use it, "
-                "and this one does; make the plan for a call (example_inputs) that uses all parameters"
-            )
         if planned is None and state.value.kind == "parameter":
             raise ValueError(
-                f"a plan made for another model: it was made for {plan.model}, which has no parameter {state.path!r} "
-                f"as this {graph.model_name} has"
+                f"a plan made for another model, or for another call: it was made for {plan.model}, which has or uses "
+                f"no parameter {state.path!r} as this {graph.model_name} does; make it for a call (example_inputs) "
+                "that uses all parameters"
             )
         if planned is not None and tuple(planned.shape) != state.value.shape:
             raise ValueError(
