@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from passes.torch_compat.operators import tree_leaves
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
 from runtime.module.extra_state import take_extra_states
+from runtime.torch_compat.dtensors import are_subclasses_dispatched
 
 if TYPE_CHECKING:
     from runtime.execution.engine import Engine
@@ -63,6 +65,15 @@ class OriginalSurface:
         elsewhere = {name for info in state.everything() if not state.is_here(info.names[0]) for name in info.names}
         here = {name: value for name, value in state_dict.items() if name not in elsewhere}
         here = take_extra_states(self._engine.model, here)
+        if not are_subclasses_dispatched():  # in torch 2.11 nothing plain is copied to a DTensor
+            mine = self.state_dict()  # type: ignore[attr-defined]
+            whole = [
+                name
+                for name in here
+                if name in mine and isinstance(mine[name], DTensor) != isinstance(here[name], DTensor)
+            ]
+            state.load_full_state_dict({name: here[name] for name in whole}, strict=False)
+            here |= {name: mine[name] for name in whole}
         return super().load_state_dict(here, strict=strict, assign=assign)  # type: ignore[misc]
 
     @property
