@@ -146,12 +146,12 @@ def row_of(model: str, cluster: str, batch: int, seq_len: int | None, wishes: Ma
     start = time.process_time()
     rows = robustness(plan, time_limit=math.inf, max_programs=MAX_PROGRAMS)
     seconds = time.process_time() - start
-    found = [row for row in rows if row.factor is not None]
+    with_factor = [row for row in rows if row.factor is not None]
     with graph_of_plan(plan) as graph:
-        texts = [text for row in found for text in faults(graph, plan, row)]
+        texts = [text for row in with_factor for text in faults(graph, plan, row)]
     unproved = sum(not row.proved for row in rows)
     proved_to = max(row.proved_to for row in rows)
-    cells = [len(found), f"{unproved} of {len(rows)}", f"{proved_to:.1%}", sum(row.searches for row in rows)]
+    cells = [len(with_factor), f"{unproved} of {len(rows)}", f"{proved_to:.1%}", sum(row.searches for row in rows)]
     return " | ".join(map(str, [*cells, f"{seconds:.0f}", "; ".join(texts) or "holds"]))
 
 

@@ -69,8 +69,8 @@ def measured(mbit: float, passes: int) -> dict[str, Any]:
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError(f"the ranks ended with {codes}")
-        found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        return found
+        answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return answer
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -95,15 +95,15 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="over the data in each phase, 2 or more")
     parser.add_argument("--markdown", type=Path, help="append the table there")
     options = parser.parse_args()
-    found = measured(options.mbit, options.passes)
+    measurement = measured(options.mbit, options.passes)
     text = "\n".join(
         [
             f"## {options.mbit:g} Mbit/s, {options.passes} passes a phase",
             "",
-            *table(found["rows"]),
+            *table(measurement["rows"]),
             "",
-            f"Frozen of {found['layers']} layers, by phase: {found['frozen']}. Losses of the variants that freeze are "
-            f"within {found['apart']:.1e} of each other (float32).",
+            f"Frozen of {measurement['layers']} layers, by phase: {measurement['frozen']}. Losses of the variants that freeze are "
+            f"within {measurement['apart']:.1e} of each other (float32).",
             "",
         ]
     )

@@ -180,8 +180,8 @@ def main() -> None:
     alike = [each.losses for each in running if each.parts.freezes]
     apart = max(abs(one - alike[0][step]) / alike[0][step] for each in alike for step, one in enumerate(each))
     if dist.get_rank() == 0:
-        found = {"rows": [each.row() for each in running], "layers": LAYERS, "frozen": frozen, "apart": apart}
-        output.write_text(json.dumps(found), encoding="utf-8")
+        measurement = {"rows": [each.row() for each in running], "layers": LAYERS, "frozen": frozen, "apart": apart}
+        output.write_text(json.dumps(measurement), encoding="utf-8")
     dist.barrier()
 
 

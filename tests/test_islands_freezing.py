@@ -36,7 +36,8 @@ def diloco_alone() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     losses: list[list[float]] = [[], []]
     for step in range(13):
         for index, (model, optimizer) in enumerate(zip(models, optimizers)):
-            freeze(model, ("layers.0.",)) if step == 5 else None
+            if step == 5:
+                freeze(model, ("layers.0.",))
             batch = mlp_batch(seed=1000 * index + step)
             loss = squared_error(model(batch[0]), batch)
             optimizer.zero_grad()

@@ -16,13 +16,11 @@ EXACT = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
 SECONDS = st.sampled_from([0.5, 0.8, 1.0, 1.3, 1.7])
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(EXACT), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), SECONDS, SECONDS, SECONDS)
-def test_equals_the_simulation_on_equal_chunks(
+def step_in_rounds(
     schedule: str, num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
-) -> None:
-    weights = min(weights, forward, inputs)  # longer weight gradients leave ZB-H1 nothing more to fill
-    step = equal_step(
+) -> PipelineStep:
+    """Equal chunks and ``rounds`` micro-batches a rank; seconds of a forward, and of each part of a backward."""
+    return equal_step(
         schedule,
         num_ranks=num_ranks,
         num_microbatches=num_ranks * rounds,
@@ -30,6 +28,15 @@ def test_equals_the_simulation_on_equal_chunks(
         backward=inputs + weights,
         backward_weight=weights,
     )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(EXACT), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), SECONDS, SECONDS, SECONDS)
+def test_equals_the_simulation_on_equal_chunks(
+    schedule: str, num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
+) -> None:
+    weights = min(weights, forward, inputs)  # longer weight gradients leave ZB-H1 nothing more to fill
+    step = step_in_rounds(schedule, num_ranks, rounds, forward, inputs, weights)
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
 
 
@@ -40,14 +47,7 @@ def test_zb_h2_equals_the_simulation_on_equal_chunks(
 ) -> None:
     """The published bubble, and never less than the last rank's wait for the first micro-batch."""
     weights = min(weights, forward)
-    step = equal_step(
-        "zb_h2",
-        num_ranks=num_ranks,
-        num_microbatches=num_ranks * rounds,
-        forward=forward,
-        backward=inputs + weights,
-        backward_weight=weights,
-    )
+    step = step_in_rounds("zb_h2", num_ranks, rounds, forward, inputs, weights)
     bubble = (num_ranks - 1) * max(forward, forward + inputs - 2 * weights)
     busy = num_ranks * rounds * (forward + inputs + weights)
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds) == pytest.approx(busy + bubble)
@@ -59,14 +59,7 @@ def test_v_half_equals_the_simulation_on_equal_chunks_whatever_their_proportions
     num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
 ) -> None:
     """The fill that bounds it is no more than its order plays."""
-    step = equal_step(
-        "v_half",
-        num_ranks=num_ranks,
-        num_microbatches=num_ranks * rounds,
-        forward=forward,
-        backward=inputs + weights,
-        backward_weight=weights,
-    )
+    step = step_in_rounds("v_half", num_ranks, rounds, forward, inputs, weights)
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
 
 
@@ -78,14 +71,7 @@ def test_zbv_equals_the_simulation_on_equal_chunks_of_usual_proportions(
     num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
 ) -> None:
     inputs = min(max(inputs, weights, forward), 2 * weights)
-    step = equal_step(
-        "zbv",
-        num_ranks=num_ranks,
-        num_microbatches=num_ranks * rounds,
-        forward=forward,
-        backward=inputs + weights,
-        backward_weight=weights,
-    )
+    step = step_in_rounds("zbv", num_ranks, rounds, forward, inputs, weights)
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
 
 

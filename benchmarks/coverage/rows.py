@@ -59,12 +59,12 @@ class Row:
         A new failure up to the capture drops what was measured behind it; what newly passes behind a capture that
         failed once drops that failure.
         """
-        kept = dict(self.outcomes)
+        older = dict(self.outcomes)
         if any(stage in newer and not newer[stage].passed for stage in STAGES[:3]):
-            kept = {}
+            older = {}
         elif self.failed("capture") and any(newer[stage].passed for stage in STAGES[2:] if stage in newer):
-            del kept["capture"]
-        return Row(self.model_type, self.class_name, {**kept, **newer})
+            del older["capture"]
+        return Row(self.model_type, self.class_name, {**older, **newer})
 
 
 def read_rows(path: Path) -> dict[str, Row]:
