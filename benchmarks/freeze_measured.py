@@ -102,8 +102,8 @@ def main() -> None:
             "",
             *table(measurement["rows"]),
             "",
-            f"Frozen of {measurement['layers']} layers, by phase: {measurement['frozen']}. Losses of the variants that freeze are "
-            f"within {measurement['apart']:.1e} of each other (float32).",
+            f"Frozen of {measurement['layers']} layers, by phase: {measurement['frozen']}. Losses of the variants that "
+            f"freeze are within {measurement['apart']:.1e} of each other (float32).",
             "",
         ]
     )
