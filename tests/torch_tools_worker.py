@@ -116,7 +116,8 @@ def gathers_whole_tensors(parallel: Any) -> dict[str, float]:
     parallel.load_state_dict({**other, "_extra_state": 5})
     errors["loaded"] = difference(parallel.full_state_dict(), other)
     assert parallel.full_state_dict(["_extra_state"]) == {"_extra_state": 5}
-    parallel.load_full_state_dict({**before, "_extra_state": 3})
+    parallel.load_full_state_dict({**before, "_extra_state": 3} if dist.get_rank() == 0 else {})
+    assert parallel.full_state_dict(["_extra_state"]) == {"_extra_state": 3}
     return errors
 
 

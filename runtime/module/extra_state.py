@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,20 @@ def extra_states(model: nn.Module, names: Collection[str] | None = None) -> dict
     }
 
 
-def take_extra_states(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Hand extra state to the modules that it is of; the rest of ``state``."""
+def take_extra_states(
+    model: nn.Module, state: Mapping[str, Any], *, share: Callable[[list[Any]], None] | None = None
+) -> Mapping[str, Any]:
+    """Hand extra state to the modules that it is of; the rest of ``state``.
+
+    Args:
+        share: puts the first rank's objects in the place of a rank's own; None: each rank's own count.
+    """
     own = extra_states(model)
-    for name in own.keys() & state.keys():
-        model.get_submodule(name.removesuffix(_NAME).rstrip(".")).set_extra_state(state[name])
+    if not own:
+        return state
+    given = [{name: state[name] for name in own if name in state}]
+    if share is not None:
+        share(given)
+    for name, value in given[0].items():
+        model.get_submodule(name.removesuffix(_NAME).rstrip(".")).set_extra_state(value)
     return {name: value for name, value in state.items() if name not in own}

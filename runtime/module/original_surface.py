@@ -64,7 +64,7 @@ class OriginalSurface:
         state = self._engine.state
         elsewhere = {name for info in state.everything() if not state.is_here(info.names[0]) for name in info.names}
         here = {name: value for name, value in state_dict.items() if name not in elsewhere}
-        here = take_extra_states(self._engine.model, here)
+        here = dict(take_extra_states(self._engine.model, here))
         if not are_subclasses_dispatched():  # in torch 2.11 nothing plain is copied to a DTensor
             mine = self.state_dict()  # type: ignore[attr-defined]
             whole = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from runtime.execution.engine import Engine
-from runtime.mesh.first_rank import FirstRanksState
+from runtime.mesh.first_rank import FirstRanksState, broadcast_objects
 from runtime.module.extra_state import extra_states, take_extra_states
 from runtime.parameters import ParameterTree
 
@@ -45,9 +46,10 @@ class WholeState:
                 unknown names.
         """
         self._engine.calls.check(f"calls load_full_state_dict(strict={strict})")
-        state = take_extra_states(self._engine.model, state)
-        if not self._engine.ranks.is_alone:
-            places = self._engine.places
+        places, is_alone = self._engine.places, self._engine.ranks.is_alone
+        share = None if is_alone else partial(broadcast_objects, device_mesh=places.device_mesh)
+        state = take_extra_states(self._engine.model, state, share=share)
+        if not is_alone:
             state = FirstRanksState(state, places.device_mesh, self._engine.layout.device, self._engine.ranks)
         self._engine.state.load_full_state_dict(state, strict=strict)
         self.weights_changed()
