@@ -205,6 +205,27 @@ def test_a_model_that_lacks_float64_is_compared_in_float32() -> None:
         planner.verify(FloatOnly(), "dp=2", batch=batch, loss_fn=mean_square, dtype="float64")
 
 
+class MaskedByBuffer(torch.nn.Module):
+    """A causal mask in a buffer of booleans, and one of minus infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+        self.register_buffer("seen", torch.ones(4, 4, dtype=torch.bool).tril())
+        self.register_buffer("bias", torch.full((4, 4), -torch.inf).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = (self.project(x) @ x.transpose(1, 2) + self.bias).where(self.seen, -1e9)
+        return (scores.softmax(-1) @ x).square().mean()
+
+
+@pytest.mark.parametrize(("mesh", "shown"), [("dp=2,tp=2", "dp=2,tp=2"), ("pp=2,dp=2", "pp=2,dp=2,cp=1,tp=1")])
+def test_buffers_of_booleans_and_infinities_agree(mesh: str, shown: str) -> None:
+    report = planner.verify(seeded(MaskedByBuffer), mesh, batch=(torch.randn(4, 4, 8),), steps=1)
+    assert report.ok and report.disagreement == 0.0, report.table()
+    assert report.table().startswith(f"MaskedByBuffer on mesh {shown}:")
+
+
 @pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"batch_size": 0}, {"seq_len": -1}])
 def test_what_would_compare_nothing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give a whole number, at least 1"):

@@ -15,7 +15,7 @@ NUM_HEADS, HEAD_DIM, WIDTH = 4, 8, 32
 #: Names of integer fields (the first pattern that matches all of the name) and what they become, if they are larger.
 #: One model's fields have to agree with one another: 4 heads of 8 are the width of 32.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r".*vocab_size.*|num_embeddings|.*codebook_size", 128),
+    (r".*vocab_size.*|n_words|num_embeddings|.*codebook_size", 128),
     (r".*mamba.*heads", 8),
     (r"mm_tokens_per_image|num_encoder_blocks", 4),
     (r"rotary_dim|upsample_groups", 4),
@@ -29,7 +29,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*head_dim|head_size|d_kv|.*_d_head|qk_(nope|rope)_head_dim|v_head_dim|dim_head", HEAD_DIM),
     (r".*(intermediate|ffn?|inner|feed_?forward|mlp)_?(size|dim|hidden_dim)|d_ff|n_inner|.*_ffn_dim", 2 * WIDTH),
     (r"(q|kv|o)_lora_rank|.*lora_rank.*|.*_rank", 16),
-    (r".*(hidden|embed|embedding|embeds|model|projection|proj|width|channel)_?(size|dim|dims|channels?)?|d_model|n_embd|dim",
+    (r".*(hidden|emb|embed|embedding|embeds|model|projection|proj|width|channel)_?(size|dim|dims|channels?)?|d_model|n_embd|dim",
      WIDTH),
     (r".*(max_position|position_embeddings|n_positions|max_source|max_target|n_ctx|max_len).*", 64),
     (r"(num|n)_?(local_|routed_)?experts|moe_num_experts", 4),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from runtime.execution.outputs import loss_of
+from runtime.state.tensor_difference import largest_difference, largest_size
 
 #: A gradient smaller than this part of the model's largest counts as zero up to rounding (the keys' bias has such).
 NEGLIGIBLE = 1e-6
@@ -47,7 +48,7 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def largest_of(tensors: Mapping[str, torch.Tensor]) -> float:
-    return max((float(tensor.detach().abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
+    return max(map(largest_size, tensors.values()), default=0.0)
 
 
 def differences(
@@ -62,8 +63,8 @@ def difference(what: str, name: str, actual: torch.Tensor, expected: torch.Tenso
     """Largest difference relative to the largest value, or to ``floor`` if that is more (both 0: no error)."""
     if not expected.numel():
         return Comparison(what, name, 0.0)
-    scale = max(float(expected.detach().abs().max().double()), floor)
-    difference = float((actual.double() - expected.detach().double()).abs().max())
+    scale = max(largest_size(expected), floor)
+    difference = largest_difference(actual, expected)
     return Comparison(what, name, difference / scale if scale else difference)
 
 

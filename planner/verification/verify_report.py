@@ -69,7 +69,9 @@ class VerifyReport:
             if comparison.what not in worst or comparison.error > worst[comparison.what].error:
                 worst[comparison.what] = comparison
         rows = [[what, str(count[what]), entry.name, f"{entry.error:.1e}"] for what, entry in worst.items()]
-        title = f"{self.model} on mesh {self.plan.mesh}: every rank in one process, against one device"
+        stages = self.plan.step.axes.get("pp", 1)
+        mesh = f"{f'pp={stages},' if stages > 1 else ''}{self.plan.mesh}"
+        title = f"{self.model} on mesh {mesh}: every rank in one process, against one device"
         lines = [
             format_table(title, ("compared", "tensors", "worst", "relative error"), rows),
             f"largest relative error {self.largest_error:.1e} (allowed {self.tolerance:.0e}); ranks that should agree "

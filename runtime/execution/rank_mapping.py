@@ -21,6 +21,7 @@ from runtime.launch.groups import flattened_group, group_of, mesh_along, shared_
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.layout import Layout, RankLayout, VirtualLayout, part_of
 from runtime.state.owned import rectangle
+from runtime.state.tensor_difference import largest_difference
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 from runtime.zero.state_pieces import piece_ranks
 
@@ -333,8 +334,7 @@ class VirtualPlaces:
             for rank, part in parts_of_ranks(local).items():
                 place = rectangle(self._virtual.coordinate_of(rank))
                 reference = first.setdefault((*place.offsets, *place.sizes), part.detach())
-                difference = (part.detach() - reference).abs()
-                worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
+                worst = max(worst, largest_difference(part.detach(), reference))
         return worst
 
     def plain(self) -> AbstractContextManager[Any]:
