@@ -35,6 +35,7 @@ from planner.sharding_ilp.sharding_problem import Problem, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
 from planner.sharding_ilp.space import fill_options
 from planner.solvers.linear import OPTIMAL, LinearSolution
+from planner.solvers.nearly_integral import solve_nearly_integral
 from planner.solvers.pulp_solver import solver_named
 from planner.solvers.solver import solve
 
@@ -184,7 +185,8 @@ def _solve(
     """
     for limit in (None,) if memory_limit is None else (None, memory_limit):
         ilp = build_ilp(problem, lattices, memory_limit=limit)
-        solution = solve(ilp.program, time_limit=time_limit, solver=solver)
+        solve_program = solve_nearly_integral if limit is None else solve  # a limit on memory makes it fractional
+        solution = solve_program(ilp.program, time_limit=time_limit, solver=solver)
         if solution.infeasible:
             return None
         if limit == memory_limit:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from passes.ir.graph import Graph, Node
@@ -27,8 +27,8 @@ from planner.sharding_ilp.sharding_problem import Problem, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
 from planner.sharding_ilp.space import Roles, fill_options
 from planner.solvers.linear import OPTIMAL, LinearProgram, LinearSolution
+from planner.solvers.nearly_integral import solve_nearly_integral
 from planner.solvers.pulp_solver import HIGHS, short_name
-from planner.solvers.solver import solve
 from planner.whole_step.costs.batch_propagation import Followed, follow_batch
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
@@ -44,8 +44,6 @@ from planner.whole_step.costs.step_prices import (
 
 #: What a problem's options are narrowed to, see ``planner.sharding_ilp.role_restrictions``.
 Rules = Callable[[Problem], list[Constraint]]
-#: How far from an integer a variable may be and count as one.
-INTEGRAL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -339,22 +337,12 @@ def solved_sharding(ilp: ShardingIlp, lattices: Lattices, solver: str) -> Solved
 
 
 def _solution(program: LinearProgram, solver: str) -> LinearSolution:
-    """The best solution; the relaxation is nearly always integral, and HiGHS solves it in a fifth of the time.
+    """The best solution.
 
     Raises:
         ValueError: if the solver gives up.
     """
-    if solver == HIGHS:
-        solution = solve(program.relaxed(), presolve=False)
-        if solution.values is None or not _is_fractional(program, solution.values):
-            return solution
-    solution = solve(program, solver=solver)
+    solution = solve_nearly_integral(program, solver=solver)
     if solution.values is None and not solution.infeasible:
         raise ValueError(f"{short_name(solver)} found no sharding ({solution.status}): choose another solver")
     return solution
-
-
-def _is_fractional(program: LinearProgram, values: Sequence[float]) -> bool:
-    return any(
-        is_integer and abs(value - round(value)) > INTEGRAL for is_integer, value in zip(program.integers, values)
-    )
