@@ -104,7 +104,8 @@ def test_the_report_fails_for_a_wrong_number_and_for_unplanned_communication() -
 def test_a_part_that_two_ranks_count_is_seen(monkeypatch: pytest.MonkeyPatch, fix: Any) -> None:
     """What is whole on both ranks enters the norm, and whole tensors, twice."""
     monkeypatch.setattr("runtime.execution.state_info.is_first_holder", lambda *_: True)
-    options = {"constraints": {"input:*": {"dp": "S(0)"}}} if fix is None else {"fix": fix}
+    pins = {"input:*": {"dp": "S(0)"}, "*.weight": {"dp": "I"}}
+    options = {"constraints": pins} if fix is None else {"fix": fix}
     report = planner.verify(seeded(TiedClassifier), "dp=2", batch=token_batch(), steps=1, **options)
     assert not report.ok
     wrong = {comparison.what for comparison in report.comparisons if comparison.error > 1e-6}
@@ -200,9 +201,28 @@ class FloatOnly(torch.nn.Module):
 def test_a_model_that_lacks_float64_is_compared_in_float32() -> None:
     batch = {"x": torch.ones(4, 16)}
     report = planner.verify(FloatOnly(), "dp=2", batch=batch, loss_fn=mean_square, steps=1)
-    assert report.ok and report.tolerance == 1e-5 and "does not run in float64" in report.table()
+    assert report.ok and report.tolerance == 1e-5 and "does not train in float64" in report.table()
     with pytest.raises(RuntimeError, match="got Double"):
         planner.verify(FloatOnly(), "dp=2", batch=batch, loss_fn=mean_square, dtype="float64")
+
+
+class NotFinite(torch.nn.Linear):
+    """Its outputs are NaN in these dtypes."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__(16, 16)
+        self.dtypes = dtypes
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (torch.nan if input.dtype in self.dtypes else 1.0)
+
+
+def test_a_loss_that_is_not_finite_is_refused_unless_it_is_in_float32() -> None:
+    options: dict[str, Any] = {"batch": {"input": torch.ones(4, 16)}, "loss_fn": mean_square, "steps": 1}
+    report = planner.verify(NotFinite(torch.float64), "dp=2", **options)
+    assert report.ok and report.tolerance == 1e-5 and "is nan in float64" in report.note
+    with pytest.raises(ValueError, match="is nan in float64, with which nothing can be compared: give a batch"):
+        planner.verify(NotFinite(torch.float64, torch.float32), "dp=2", **options)
 
 
 class MaskedByBuffer(torch.nn.Module):
@@ -250,6 +270,10 @@ def test_difference_is_relative_to_the_largest_value() -> None:
     assert difference("x", "x", actual, expected).error == 0.5
     assert difference("x", "x", actual, expected, floor=20.0).error == 0.1
     assert difference("x", "x", torch.zeros(2), torch.zeros(2)).error == 0.0
+    nothing, imaginary = torch.tensor([torch.nan]), torch.tensor([1j])
+    assert difference("x", "x", nothing, nothing).error == torch.inf
+    assert difference("x", "x", nothing, nothing, nan_agrees=True).error == 0.0
+    assert difference("x", "x", imaginary, 2 * imaginary).error == 0.5
 
 
 class ConvNet(torch.nn.Module):

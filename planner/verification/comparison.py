@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,17 +53,35 @@ def largest_of(tensors: Mapping[str, torch.Tensor]) -> float:
 
 
 def differences(
-    what: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, floor: float
+    what: str,
+    actual: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    *,
+    floor: float,
+    nan_agrees: bool = False,
 ) -> Iterator[Comparison]:
     """One comparison for each tensor of ``expected``; tensors missing in ``actual`` count as 0."""
     for name, tensor in expected.items():
-        yield difference(what, name, actual.get(name, torch.zeros(())), tensor, floor=floor)
+        yield difference(what, name, actual.get(name, torch.zeros(())), tensor, floor=floor, nan_agrees=nan_agrees)
 
 
-def difference(what: str, name: str, actual: torch.Tensor, expected: torch.Tensor, *, floor: float = 0.0) -> Comparison:
-    """Largest difference relative to the largest value, or to ``floor`` if that is more (both 0: no error)."""
+def difference(
+    what: str,
+    name: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    floor: float = 0.0,
+    nan_agrees: bool = False,
+) -> Comparison:
+    """Largest difference relative to the largest value, or to ``floor`` if that is more (both 0: no error).
+
+    NaN on both sides is an infinite error, as nothing was compared, unless ``nan_agrees``: a buffer may hold some.
+    """
     if not expected.numel():
         return Comparison(what, name, 0.0)
+    if not nan_agrees and bool(expected.isnan().any()):
+        return Comparison(what, name, math.inf)
     scale = max(largest_size(expected), floor)
     difference = largest_difference(actual, expected)
     return Comparison(what, name, difference / scale if scale else difference)

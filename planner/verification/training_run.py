@@ -129,7 +129,7 @@ def compare(results: Results, expected: Results, training: TrainingCase, *, exac
     comparisons += differences("gradients", results.gradients, expected.gradients, floor=floor)
     # A step moves a weight by about the learning rate, whatever its gradient: errors count against at least that.
     what = f"weights after {training.steps} steps"
-    comparisons += differences(what, results.state, expected.state, floor=training.learning_rate)
+    comparisons += differences(what, results.state, expected.state, floor=training.learning_rate, nan_agrees=True)
     return comparisons
 
 

@@ -171,6 +171,10 @@ def _counting(counter: CommunicationCounter, drops: DroppedTokens) -> Iterator[N
         yield
 
 
+class NotFiniteError(ValueError):
+    """The model trains to infinities or NaN on one device."""
+
+
 @dataclass(frozen=True)
 class _Subject:
     """The subject of a verification: a model with its weights before training, and results of unsharded training."""
@@ -191,6 +195,13 @@ class _Subject:
                 f"{type(model).__name__} draws random numbers in forward: on one device torch draws others than a plan "
                 "does, so verify cannot compare them. Pass the numbers as inputs, or compare with planner.compile on "
                 'the mesh "dp=1", which draws what every plan draws'
+            )
+        unusable = next((loss for loss in (*subject.alone.losses, *subject.alone.norms) if not loss.isfinite()), None)
+        if unusable is not None:
+            raise NotFiniteError(
+                f"on one device the loss of {type(model).__name__} or the norm of its gradients is {float(unusable):g} "
+                f"in {str(dtype).removeprefix('torch.')}, with which nothing can be compared: "
+                "give a batch, or weights, of a finite loss"
             )
         return subject
 
@@ -231,19 +242,20 @@ def _in_widest_dtype(subject_in: Callable[[torch.dtype], _Subject], dtype: str |
     """The subject in ``dtype``; without one in float64, or in float32 if the model runs in that alone.
 
     Raises:
-        ValueError: if the model does not run in the dtype that was asked for.
+        RuntimeError: if the model does not run in the dtype that was asked for, or in any.
+        NotFiniteError: if it trains to infinities or NaN there.
     """
     if dtype is not None:
         return subject_in(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     try:
         return subject_in(torch.float64)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, NotFiniteError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         try:
             subject = subject_in(torch.float32)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, NotFiniteError):
             raise error from None
-    note = f"compared in float32, as the model does not run in float64 on one device either: {reason}"
+    note = f"compared in float32, as the model does not train in float64 on one device either: {reason}"
     return dataclasses.replace(subject, note=note)
 
 
