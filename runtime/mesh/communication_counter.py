@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -37,6 +39,19 @@ _COLLECTIVES = {
 #: Where the operator's own input stands among its arguments (0 unless said).
 _INPUT_PLACE = {"c10d::_allgather_base_": 1, "c10d::allgather_": 1, "c10d::_reduce_scatter_base_": 1,
                 "c10d::alltoall_": 1, "c10d::alltoall_base_": 1}  # fmt: skip
+
+
+_ends_backward: ContextVar[bool] = ContextVar("_ends_backward", default=False)
+
+
+@contextlib.contextmanager
+def ends_backward() -> Iterator[None]:
+    """What is issued inside counts as part of the backward pass before it: reductions that wait for its end."""
+    token = _ends_backward.set(True)
+    try:
+        yield
+    finally:
+        _ends_backward.reset(token)
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -76,7 +91,7 @@ class CommunicationCounter(TorchDispatchMode):
             return
         tensors = args[_INPUT_PLACE.get(name, 0)]
         num_bytes = _bytes_of_group(tensors, group_named(group)) if is_part else _num_bytes(tensors)
-        backward = in_backward()
+        backward = in_backward() or _ends_backward.get()
         entry = self.counts.setdefault((collective, axis, "backward" if backward else "forward"), [0, 0])
         entry[0] += 1
         entry[1] += num_bytes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from runtime.mesh.communication_counter import ends_backward
 from runtime.program_tools.recompute import can_be_made_again
 from runtime.torch_compat.autograd_engine import FollowedPass, in_backward, when_done
 from runtime.torch_compat.dispatcher import unseen_by_checkpoints
@@ -199,13 +200,14 @@ class Unit:
         """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
         if self.uses_owners:
             return
-        for bundle in self._bundles:
-            bundle.gradients.launch()
-        if self._is_hybrid:
-            self._spread()
-        for bundle in self._bundles:
-            bundle.gradients.finish()
-            bundle.weights.drop_prefetched()
+        with ends_backward():
+            for bundle in self._bundles:
+                bundle.gradients.launch()
+            if self._is_hybrid:
+                self._spread()
+            for bundle in self._bundles:
+                bundle.gradients.finish()
+                bundle.weights.drop_prefetched()
         self._expected, self._open_uses, self._backward = None, 0, None
 
     def drop_ahead(self) -> None:

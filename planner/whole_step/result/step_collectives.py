@@ -244,6 +244,8 @@ class _Counter:
             return
         if zero == GATHERED_PER_USE:
             self._add(gather._replace(phase=BACKWARD), sum(again_in) * self.times)
+        if self.saved_by_autograd.weights.isdisjoint(names):
+            return  # no gradient comes to any of them
         self._add(reduce, uses if zero > 1 else 1)
         if group < ranks:
             self._add(over_replicas._replace(num_bytes=layout.row * item_size(gradient)))
@@ -313,11 +315,14 @@ class _Counter:
 
 
 class _SavedByAutograd:
-    """What autograd saves of the operators of a step, computed on demand."""
+    """Where gradients go in a step, and what autograd saves of its operators, computed on demand."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.live = live_nodes(graph)
+        used = {name for node in graph.nodes if node.name in self.live for name in node.inputs}
+        #: Paths of the weights that get a gradient.
+        self.weights = frozenset(state.path for state in graph.states if state.value.name in used)
         self._saved_by_unit: dict[tuple[str, ...], SavedLocals] = {}
 
     def of_unit(self, repeat: Repeat) -> SavedLocals:
