@@ -39,6 +39,9 @@ from planner.solvers.nearly_integral import solve_nearly_integral
 from planner.solvers.pulp_solver import solver_named
 from planner.solvers.solver import solve
 
+#: Variables of a program from which on its relaxation is solved first.
+LARGE = 100_000
+
 Demanded = Mapping[str, Mapping[str, Any]]
 
 
@@ -185,7 +188,9 @@ def _solve(
     """
     for limit in (None,) if memory_limit is None else (None, memory_limit):
         ilp = build_ilp(problem, lattices, memory_limit=limit)
-        solve_program = solve_nearly_integral if limit is None else solve  # a limit on memory makes it fractional
+        # A limit on memory makes it fractional. Of equal plans presolve leaves the plainer, but takes long in large ones.
+        relax_first = limit is None and ilp.program.num_variables > LARGE
+        solve_program = solve_nearly_integral if relax_first else solve
         solution = solve_program(ilp.program, time_limit=time_limit, solver=solver)
         if solution.infeasible:
             return None
