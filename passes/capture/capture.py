@@ -24,6 +24,7 @@ from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
 from passes.capture.nested_values import Path, Structure, rebuild
 from passes.capture.next_call import check_next_call
+from passes.capture.one_process import as_one_process
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
 from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_rows, operator_calls, refuse_picked_rows
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
@@ -161,7 +162,8 @@ def _trace_path(
         call.tensors if values is None else values, buffers, paths, whole=not repeats, picked=picked
     )
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
-    with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions():
+    alone = as_one_process(copied, loss_fn)
+    with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions(), alone:
         graph_training = copied.training
         states = _state_names(call)
         program = _export(call, tensors, paths, open_dims)

@@ -18,7 +18,26 @@ class keep_float64(TorchFunctionMode):
 
     For verification alone: run the reference and the capture inside it. Hugging Face models cast logits, norms and
     softmax to float32, which rounds a float64 model at 1e-7 in places that depend on the order of summation.
+
+    Args:
+        new_too: tensors that the model makes without a dtype, and writes results into, are float64 as well.
     """
+
+    def __init__(self, *, new_too: bool = False) -> None:
+        super().__init__()
+        self._new_too = new_too
+        self._defaults: list[torch.dtype] = []
+
+    def __enter__(self) -> keep_float64:
+        self._defaults.append(torch.get_default_dtype())
+        if self._new_too:
+            torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._defaults.pop())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

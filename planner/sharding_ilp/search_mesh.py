@@ -188,7 +188,7 @@ def _solve(
     """
     for limit in (None,) if memory_limit is None else (None, memory_limit):
         ilp = build_ilp(problem, lattices, memory_limit=limit)
-        # A limit on memory makes it fractional; of equal plans presolve leaves the plainer, but takes long in large ones
+        # A limit on memory makes it fractional; of equal plans presolve leaves the plainer, which takes long if large
         relax_first = limit is None and ilp.program.num_variables > LARGE
         solve_program = solve_nearly_integral if relax_first else solve
         solution = solve_program(ilp.program, time_limit=time_limit, solver=solver)

@@ -31,6 +31,7 @@ from planner.verification.training_run import Results, TrainingCase, compare, ru
 from planner.verification.verify_report import VerifyReport
 from planner.whole_step.candidates.demands import asks_for_step, fixed_axes
 from runtime.execution.expert_load import DroppedTokens
+from runtime.execution.mixed_precision import cast_floats
 from runtime.execution.rank_mapping import VirtualPlaces
 from runtime.kernels.routing_listeners import listening
 from runtime.mesh.communication_counter import CommunicationCounter
@@ -109,14 +110,16 @@ def verify(
         own_batch = batch
         if own_batch is None:
             own_batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
-        return _Subject.trained(single, TrainingCase(_cast(own_batch, dtype), loss_fn, steps, learning_rate), dtype)
+        training = TrainingCase(_cast(own_batch, dtype), loss_fn, steps, learning_rate)
+        # The graph of a plan that is given was captured with torch's own default.
+        return _Subject.trained(single, training, dtype, widens=user_plan is None and dtype == torch.float64)
 
     subject = _in_widest_dtype(subject_in, dtype)
     single, training = subject.model, subject.training
     if user_plan is None and (shape is None or asks_for_step(shape.names, options)):
         fix = options.pop("fix", None)
         fix = fix if shape is None else fixed_axes(shape.as_dict(), fix)
-        with keep_float64():
+        with subject.precision():
             user_plan = make_plan(
                 single, hardware, example_inputs=training.batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
             )
@@ -129,7 +132,7 @@ def verify(
 
     mesh_of_ranks = shape if user_plan is None else user_plan.mesh
     assert mesh_of_ranks is not None
-    with keep_float64(), virtual_ranks(mesh_of_ranks) as layout:
+    with subject.precision(), virtual_ranks(mesh_of_ranks) as layout:
         num_stages = 1 if user_plan is None else user_plan.step.axes.get("pp", 1)
         places = VirtualPlaces(layout, num_stages=num_stages)
         parallel = parallelise(
@@ -177,19 +180,24 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class _Subject:
-    """The subject of a verification: a model with its weights before training, and results of unsharded training."""
+    """The subject of a verification: a model with its weights before training, and results of unsharded training.
+
+    Attributes:
+        widens: tensors that the model makes without a dtype are float64.
+    """
 
     model: nn.Module
     training: TrainingCase
     dtype: torch.dtype
     alone: Results
+    widens: bool
     note: str = ""
 
     @classmethod
-    def trained(cls, model: nn.Module, training: TrainingCase, dtype: torch.dtype) -> _Subject:
+    def trained(cls, model: nn.Module, training: TrainingCase, dtype: torch.dtype, *, widens: bool) -> _Subject:
         before = torch.get_rng_state()
-        with keep_float64():
-            subject = cls(model, training, dtype, run_alone(independent_copy(model), training))
+        with keep_float64(new_too=widens):
+            subject = cls(model, training, dtype, run_alone(independent_copy(model), training), widens)
         if not torch.equal(torch.get_rng_state(), before):
             raise ValueError(
                 f"{type(model).__name__} draws random numbers in forward: on one device torch draws others than a plan "
@@ -205,6 +213,10 @@ class _Subject:
             )
         return subject
 
+    def precision(self) -> keep_float64:
+        """What the sharded run is computed in, as the unsharded one was."""
+        return keep_float64(new_too=self.widens)
+
     @property
     def tolerance(self) -> float:
         return TOLERANCES.get(self.dtype, 1e-4)
@@ -212,7 +224,7 @@ class _Subject:
     def judged(self, results: Results) -> list[Comparison]:
         """Compare a sharded run with the unsharded one."""
         exact = self.dtype == torch.float64
-        with keep_float64():
+        with self.precision():
             return judged_by_rounding(
                 compare(results, self.alone, self.training, exact=exact),
                 self.model,
@@ -330,12 +342,8 @@ def _random_batch(module: nn.Module, *, batch_size: int, seq_len: int, seed: int
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return (
-        {name: cast(value) for name, value in batch.items()} if isinstance(batch, Mapping) else tuple(map(cast, batch))
-    )
+    """A batch whose floating-point tensors, in nested entries too (a detector's labels), have this dtype."""
+    return cast_floats(dict(batch) if isinstance(batch, Mapping) else tuple(batch), dtype)
 
 
 def _given_plan(mesh: Any) -> Plan | None:
