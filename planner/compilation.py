@@ -92,7 +92,7 @@ def compile(
         batch_size, seq_len: the same for a Hugging Face model. Without any of these, planning happens at the first
             call, with its inputs (on a cluster that is named: refused).
         loss_fn: ``loss_fn(outputs, batch) -> scalar`` for a model that does not compute its own loss.
-        cluster: with a mesh, the hardware to plan for; None for what can be told from the mesh.
+        cluster: the hardware to plan for, with a mesh or, where that is None, the best one; None for what can be told.
         constraints, memory_limit: as in ``planner.plan``.
         plan: a plan to run instead of searching.
         precision: dtype to compute in (``"bfloat16"``) with a model whose parameters are wider: those stay as the
@@ -110,13 +110,14 @@ def compile(
             what no rank can do, or for no plan.
         CaptureError: if the model cannot be captured.
     """
-    if mesh is None and plan is None and cluster is not None:
+    has_inputs = example_inputs is not None or batch_size is not None
+    if mesh is None and plan is None and cluster is not None and has_inputs:
         mesh, cluster = cluster, None
     kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse}
     replanner = ModelReplanner(engine_for, kept | {"optimizer": optimizer if isinstance(optimizer, str) else None})
     options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}
     options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
-    if example_inputs is not None or batch_size is not None:
+    if has_inputs:
         options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
     elif plan is None and (mesh is None or is_step_on_axes(model, mesh, options)):
         parallel = planned_later(model, mesh, options, engine_for)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import planner
 from planner.verification.verify_model import slow_devices
+from runtime.checkpoint import whole_optimizer_state
 from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import answer, task
 from tests.small_models import Mlp, TiedClassifier, seeded, token_batch
@@ -146,6 +147,31 @@ def the_first_train_step_may_plan_a_pipeline() -> float:
     return max(*losses, weights_apart(parallel, model))
 
 
+def state_from_before_the_plan_is_cut_as_the_plan_cuts_weights() -> float:
+    """Adagrad's, which is there before the first step: it is saved, and trains on, as its parameters are placed."""
+    apart = []
+    for mesh in ("pp=2", "tp=2"):
+        model = seeded(TiedClassifier)
+        parallel = planner.compile(seeded(TiedClassifier), mesh, cluster=slow_devices(2), fix={"zero": 0})
+        optimizers = [torch.optim.Adagrad(module.parameters(), lr=0.1) for module in (parallel, model)]
+        for _ in range(3):
+            loss = model(**token_batch())["loss"]
+            loss.backward()
+            apart.append(difference(parallel.train_step(**token_batch()), loss.detach()))
+            saved = whole_optimizer_state(parallel, optimizers[0])["state"]
+            sums = {name: optimizers[1].state[one]["sum"] for name, one in model.named_parameters()}
+            assert {entry["sum"].shape for entry in saved.values()} == {value.shape for value in sums.values()}
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        own, placed = optimizers[0], optimizers[0].state_dict()["state"]
+        assert len(placed) == len(list(parallel.parameters()))
+        for parameter in parallel.parameters():
+            assert own.state[parameter]["sum"].to_local().shape == parameter.to_local().shape
+        apart.append(weights_apart(parallel, model))
+    return max(apart)
+
+
 def gradients_in_evaluation_mode() -> float:
     """Of outputs that are no loss, under a plan that was made in training mode; and once it is left by hand."""
     model, parallel = seeded(Mlp), planner.compile(seeded(Mlp), fix={"dp": 2})
@@ -170,6 +196,7 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     gradients_reach_what_made_an_input,
     weights_that_are_made_first_are_reduced_once,
     the_first_train_step_may_plan_a_pipeline,
+    state_from_before_the_plan_is_cut_as_the_plan_cuts_weights,
     gradients_in_evaluation_mode,
 )
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import planner
+from planner.verification.verify_model import slow_devices
 from tests.generation_cases import PROMPT, ROWS, WAYS, generated, model_named, training_batch
 from tests.ranks import answer, task
 from tests.tracing import traced_once
@@ -21,7 +22,10 @@ def compare(name: str, mesh: str, ways: list[str], dtype: str = "float32") -> di
     ``bytes`` are those of each rank's cache in the last of the ways, ``planned`` what was said of it before.
     """
     precision = getattr(torch, dtype)
-    parallel = planner.compile(model_named(name, precision), mesh, example_inputs=training_batch(name, precision))
+    parallel = planner.compile(
+        model_named(name, precision), mesh, example_inputs=training_batch(name, precision),
+        cluster=slow_devices(dist.get_world_size()),
+    )  # fmt: skip
     rows = ROWS * WAYS[ways[-1].partition("!")[0]].get("num_beams", 1)
     length = {"length": NEW_TOKENS + (1 if parallel.config.is_encoder_decoder else PROMPT)}
     source = {"source_length": PROMPT} if name.startswith(("t5", "bart")) else {}

@@ -13,6 +13,7 @@ from transformers import default_data_collator
 import planner
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
+from planner.verification.verify_model import slow_devices
 from runtime.mesh.communication_counter import CommunicationCounter
 from runtime.parameters import local_of
 from tests.hugging_face_cases import (
@@ -70,16 +71,20 @@ def main() -> None:
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     batch_size = BATCH // dist.get_world_size()
     checkpoint = str(Path(folder) / "dp" / "checkpoint-2")
+    slow = slow_devices(dist.get_world_size())  # on a processor's own figures every rank would compute all of it
+    cut: dict[str, Any] = {"plan_options": {"cluster": slow}}
 
     def run(name: str, **options: Any) -> Any:
-        return script(hf.Trainer, str(Path(folder) / name), batch_size, **options)
+        return script(hf.Trainer, str(Path(folder) / name), batch_size, **cut, **options)
 
     logged: dict[str, Any] = {}
     first = run("dp", mesh="dp=2")
     logged["dp=2"] = figures(first)
-    logged["axes"] = first.parallel.plan.step.axes
+    logged["axes"], logged["collectives"] = first.parallel.plan.step.axes, [len(first.parallel.plan.collectives)]
     for mesh in ("tp=2", "pp=2"):
-        logged[f"resumed on {mesh}"] = figures(run(mesh, mesh=mesh, resume=checkpoint))
+        trainer = run(mesh, mesh=mesh, resume=checkpoint)
+        logged[f"resumed on {mesh}"] = figures(trainer)
+        logged["collectives"].append(len(trainer.parallel.plan.collectives))
     once = {"num_train_epochs": 1, "save_strategy": "no"}
     logged["bf16"] = figures(run("bf16", sizes=FULL, changes={**once, "bf16": True}))
     smooth = {**once, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
@@ -88,8 +93,9 @@ def main() -> None:
     own = with_own_loss(hf.Trainer)
     trainer = script(own, str(Path(folder) / "own"), batch_size, mesh="pp=2", changes=once)
     logged["own loss"] = figures(trainer)
-    logged["regression"] = figures(regression_script(hf.Trainer, str(Path(folder) / "values"), batch_size, mesh="dp=2"))
-    logged["translated"] = translated(hf.Seq2SeqTrainer, str(Path(folder) / "text"), batch_size, mesh="dp=2")
+    trainer = regression_script(hf.Trainer, str(Path(folder) / "values"), batch_size, mesh="dp=2", **cut)
+    logged["regression"] = figures(trainer)
+    logged["translated"] = translated(hf.Seq2SeqTrainer, str(Path(folder) / "text"), batch_size, mesh="dp=2", **cut)
     logged["adapters"] = {mesh: adapters(mesh) for mesh in ("pp=1,dp=2", "pp=1,tp=2", "pp=2")}
     logged["lora"] = figures(run("lora", mesh="pp=2", model=lora(), sizes=FULL))
     adapted = str(Path(folder) / "lora" / "checkpoint-2")
@@ -97,7 +103,7 @@ def main() -> None:
     state = str(Path(folder) / "state")
     logged["accelerate"] = accelerated(Accelerator, folder=state)
     example = {name: torch.ones(BATCH, 6, dtype=torch.int64) for name in ("input_ids", "labels")}
-    planned = {"mesh": "tp=2", "plan_options": {"example_inputs": example}}
+    planned = {"mesh": "tp=2", "plan_options": {"example_inputs": example, "cluster": slow}}
     logged["accelerate again"] = accelerated(Accelerator, resume=state, **planned)
     accelerator = Accelerator(cpu=True)
     if dist.get_rank() == 1:

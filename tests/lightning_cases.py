@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from planner.integrations.lightning import Strategy
+from planner.verification.verify_model import slow_devices
 from tests.hugging_face_cases import BATCH, llama, samples
 
 
@@ -64,7 +65,8 @@ def lightning_script(
     size = BATCH
     if mesh is not None:
         size //= dist.get_world_size()
-        options["strategy"] = Strategy(mesh=mesh, plan_options={"fix": fix} if fix else None)
+        planned = {"cluster": slow_devices(dist.get_world_size())}  # else so small a model is whole on every rank
+        options["strategy"] = Strategy(mesh=mesh, plan_options={**planned, **({"fix": fix} if fix else {})})
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in samples(max(sizes))]
     lightning.seed_everything(3, verbose=False)
     runner = lightning.Trainer(

@@ -60,6 +60,7 @@ def test_a_script_logs_the_same_on_every_mesh(logged: dict[str, Any], folder: Pa
     for name in ("dp=2", "resumed on tp=2", "resumed on pp=2"):
         close(logged[name], figures(alone), 2e-6)
     assert logged["axes"]["dp"] == 2
+    assert all(logged["collectives"])  # else every rank has computed all of it
     saved = transformers.LlamaForCausalLM.from_pretrained(folder / "dp" / "checkpoint-4")
     for name, tensor in alone.model.state_dict().items():
         torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
@@ -237,6 +238,10 @@ def test_merged_adapters_are_weights_of_the_base_model(tied: bool, tmp_path: Pat
     parallel.save_pretrained(tmp_path, merge_adapters=True)
     merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    options: dict[str, Any] = {"input_ids": tokens, "max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(ValueError, match=r"hands generate to a module inside of it .* merge_adapters=True"):
+        parallel.generate(**options)
+    assert parallel.generate(**options, gathered=True).tolist() == model.generate(**options).tolist()
 
 
 def test_own_losses_call_the_model_as_they_like(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from runtime.checkpoint.rectangles_of_tensors import Content, Piece, names_under
 from runtime.parameters import SCALARS, ShardedParameter, local_of
 from runtime.parameters.offloaded_optimizer import MASTER, OffloadedOptimizer
+from runtime.parameters.optimizer_steps import follow_plan
 from runtime.state.owned import Owned
 from runtime.torch_compat.dtensors import local_part
 
@@ -40,6 +41,7 @@ def _owners(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> dict[in
     Raises:
         ValueError: for a parameter that is not the model's.
     """
+    follow_plan(optimizer)
     owners = {id(piece.tensor): piece for piece in owned}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

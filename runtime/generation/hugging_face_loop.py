@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, Seq2SeqLMOutput
 
 from passes.torch_compat.module_tables import buffers_of, parameters_of
@@ -30,6 +31,11 @@ _OPTIONS = ("past_key_values", "use_cache", "return_dict", "encoder_outputs", "l
 
 def check_generates(model: nn.Module) -> None:
     """Raise ValueError for a model whose generation cannot be sharded."""
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(
+            f"{type(model).__name__} hands generate to a module inside of it (as PEFT's models do), whose calls are "
+            f"not those that are sharded: {OTHERWISE}, or save it with merge_adapters=True and generate with that"
+        )
     if not generates_with_cache(model):
         raise ValueError(f"{type(model).__name__} keeps another state than keys and values for each token: {OTHERWISE}")
     config: Any = model.config

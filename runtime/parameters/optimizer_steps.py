@@ -83,7 +83,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if any(isinstance(parameter, ShardedParameter) for parameter in _parameters_of(optimizer)):
         _stepped.add(optimizer)
     _refuse_stale(optimizer)
-    _drop_parameters_of_others(optimizer)
+    follow_plan(optimizer)
     _refuse_originals(optimizer)
     _refuse_flattening(optimizer)
     _refuse_state_on_device(optimizer)
@@ -100,13 +100,31 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _drop_parameters_of_others(optimizer: torch.optim.Optimizer) -> None:
-    """Let go of parameters that a plan, made after the optimizer, gave to other ranks."""
+def follow_plan(optimizer: Any) -> None:
+    """Let go of what a plan, made after the optimizer, gave to other ranks, and cut state as the plan cuts parameters.
+
+    State that an optimizer had before there was a plan is of whole parameters.
+
+    Args:
+        optimizer: or what has ``param_groups`` and ``state`` like one.
+    """
     for group in optimizer.param_groups:
-        if any(isinstance(one, ShardedParameter) and one.of_another_rank for one in group["params"]):
-            group["params"] = [
-                one for one in group["params"] if not (isinstance(one, ShardedParameter) and one.of_another_rank)
-            ]
+        others = [one for one in group["params"] if isinstance(one, ShardedParameter) and one.of_another_rank]
+        if others:
+            identities = set(map(id, others))
+            group["params"] = [one for one in group["params"] if id(one) not in identities]
+        for parameter in others:
+            optimizer.state.pop(parameter, None)
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardedParameter) and parameter.placed_anew:
+                _cut_state(parameter, optimizer.state.get(parameter, {}))
+
+
+def _cut_state(parameter: ShardedParameter, entry: dict[str, Any]) -> None:
+    for key, value in entry.items():
+        is_like = isinstance(value, DTensor) and value.shape == parameter.shape
+        if is_like and value.device_mesh is not parameter.device_mesh:
+            entry[key] = parameter.placed(parameter.local(value))
 
 
 def _refuse_stale(optimizer: torch.optim.Optimizer) -> None:

@@ -192,6 +192,7 @@ class ParameterTree:
             if before is not None:
                 exchange(before, shown)
                 shown = before
+                shown.placed_anew = True
             self._parameters[id(piece.tensor)] = shown
         elif _differs(shown, piece):
             exchange(shown, self._made_of(piece))

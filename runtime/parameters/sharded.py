@@ -44,6 +44,7 @@ class ShardedParameter(ParameterTensor):
         of_another_rank: whether the plan, made at the first call, left it to other pipeline ranks: optimizers drop it.
         state_on_host: whether the plan has its optimizer state in the host's memory.
         left_by_replan: whether another plan left it to other pipeline ranks: optimizers that still have it are refused.
+        placed_anew: whether a plan was made after it: state that an optimizer made before may be of another mesh.
     """
 
     #: What makes ``isinstance(…, nn.Parameter)`` true.
@@ -53,6 +54,7 @@ class ShardedParameter(ParameterTensor):
     of_another_rank: bool = False
     left_by_replan: bool = False
     state_on_host: bool = False
+    placed_anew: bool = False
     _shown_gradient: DTensor | None
 
     @classmethod
@@ -91,7 +93,7 @@ class ShardedParameter(ParameterTensor):
         """This rank's part, in this parameter's placements, of a DTensor of this parameter's shape.
 
         Raises:
-            ValueError: for a plain tensor, and for another shape.
+            ValueError: for a plain tensor, for another shape, and for parts on another mesh.
         """
         if not isinstance(tensor, DTensor) or tensor.shape != self.shape:
             kind = "DTensor" if isinstance(tensor, DTensor) else "plain tensor"
@@ -99,9 +101,23 @@ class ShardedParameter(ParameterTensor):
                 f"a {kind} of shape {list(tensor.shape)} is no gradient of {self.path!r}, which is a DTensor of shape "
                 f"{list(self.shape)}: distribute it first (torch.distributed.tensor.distribute_tensor)"
             )
-        if tensor.placements != self.placements or tensor.device_mesh != self.device_mesh:
+        if tensor.device_mesh != self.device_mesh:
+            return self._part_of_whole(tensor)
+        if tensor.placements != self.placements:
             tensor = tensor.redistribute(self.device_mesh, self.placements)
         return tensor.to_local()
+
+    def _part_of_whole(self, tensor: DTensor) -> torch.Tensor:
+        """This rank's part of a DTensor that is whole on all ranks of another mesh."""
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            raise ValueError(
+                f"a DTensor of {self.path!r} has parts on the mesh {tensor.device_mesh}, and the parameter on "
+                f"{self.device_mesh}: make it whole first (full_tensor), or place it as the parameter is"
+            )
+        part = tensor.to_local()
+        for dim, (size, offset) in enumerate(zip(*part_on_mesh(self.shape, self.device_mesh, self.placements))):
+            part = part.narrow(dim, offset, size)
+        return part.clone(memory_format=torch.contiguous_format)
 
     def refresh(self) -> None:
         """Follow ``owner`` to other memory."""
