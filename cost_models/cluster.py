@@ -17,6 +17,7 @@ from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
 from cost_models.host import Host
 from cost_models.measured_profile import Profile
 from cost_models.presets import load_preset, preset_names
+from cost_models.short_text import fold
 from cost_models.text import printable
 from cost_models.topology import expand_topology
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cluster:
     """Devices in rank order, and the levels of links that join them, innermost first.
 
@@ -41,6 +42,13 @@ class Cluster:
     profile: Profile | None = None
     unequal: str = REORDER
     host: Host | None = None
+
+    def __repr__(self) -> str:
+        devices = " + ".join(f"{group.count:,} × {group.device.name}" for group in self.groups)
+        levels = ", ".join(
+            f"{level.name} ({level.group_size:,} devices, {level.bandwidth / 1e9:g} GB/s)" for level in self.levels
+        )
+        return fold(f"Cluster({self.name}: {devices}; {levels})")
 
     @property
     def num_devices(self) -> int:

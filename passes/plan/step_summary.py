@@ -8,6 +8,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.hardware import crossed_levels
+from cost_models.text import counted
 from passes.plan.host_memory import host_lines
 from passes.plan.plan_data import PlanData
 from passes.plan.stage_table import format_numbers, memory_table, stage_table
@@ -51,9 +52,8 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
     """What matters first, in ten lines: time, mesh on its links, batch, what is recomputed, memory, the next best."""
     costs, certificate = step.costs, plan.certificate
     simulated = format_seconds_between(costs.simulated, step.interval)
-    sizes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1) or "nothing divided"
     lines = [
-        f"{plan.model} on {step.num_devices:,} devices of {plan.cluster.get('name', 'an unnamed cluster')}: {sizes}",
+        headline(plan, step),
         f"{simulated} a step as simulated ({format_seconds(costs.seconds)} by the objective)",
         f"{_throughput(plan, step)}",
         f"model flops utilisation {costs.utilisation:.1%}; lower bound {format_seconds(certificate.bound)}, gap "
@@ -78,6 +78,13 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
         for other in step.alternatives[:BRIEF_ALTERNATIVES]
     ]
     return "\n".join(lines) + "\n"
+
+
+def headline(plan: PlanData, step: StepPlan) -> str:
+    """What is planned, where, and on which axes: ``gpt2 on 8 devices of dgx-a100:1: dp=4, tp=2``."""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1) or "nothing divided"
+    cluster = plan.cluster.get("name", "an unnamed cluster")
+    return f"{plan.model} on {counted(step.num_devices, 'device')} of {cluster}: {sizes}"
 
 
 def _stages_on_devices(step: StepPlan) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cost_models.fields import suggest
 from cost_models.files import write_text
+from cost_models.short_text import ShortRepr
 from passes.plan import Plan
 from planner.exports.accelerate_table import ACCELERATE_FSDP2
 from planner.exports.configuration_files import FORMS
@@ -24,8 +25,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
 }
 
 
-@dataclass(frozen=True)
-class ExportedLayout:
+@dataclass(frozen=True, repr=False)
+class ExportedLayout(ShortRepr):
     """A plan in another framework's words.
 
     Attributes:
@@ -40,6 +41,9 @@ class ExportedLayout:
     script: dict[str, Any]
     inexpressible: tuple[str, ...]
     heading: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cost_models.short_text import ShortRepr, fold
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
 from passes.plan.step_summary import seq_len_of, tokens_per_sample
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
     from cost_models import Cluster
 
 
-@dataclass(frozen=True)
-class WhyNot:
+@dataclass(frozen=True, repr=False)
+class WhyNot(ShortRepr):
     """The answer: the best plan that meets the wish and how it differs, or why there is none."""
 
     wished: Plan | None
     changes: PlanDifference | None
     reason: str
+
+    def __str__(self) -> str:
+        return fold(self.reason) if self.changes is None else f"{fold(self.reason)}\n\n{self.changes}"
 
     def table(self, *, all_rows: bool = False) -> str:
         """The answer as text: one line, then what differs."""
