@@ -46,7 +46,7 @@ class Cluster:
     def __repr__(self) -> str:
         devices = " + ".join(f"{group.count:,} × {group.device.name}" for group in self.groups)
         levels = ", ".join(
-            f"{level.name} ({level.group_size:,} devices, {level.bandwidth / 1e9:g} GB/s)" for level in self.levels
+            f"{level.name} over {level.group_size:,}, {level.bandwidth / 1e9:g} GB/s" for level in self.levels
         )
         return fold(f"Cluster({self.name}: {devices}; {levels})")
 

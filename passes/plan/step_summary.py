@@ -114,7 +114,7 @@ def _headline(plan: PlanData, step: StepPlan) -> str:
     kind = "a training step" if plan.training else "an inference step"
     cluster = plan.cluster.get("name", "an unnamed cluster")
     lines = [
-        f"{plan.model}: {kind} on {step.num_devices:,} devices of {cluster} ({axes})",
+        f"{plan.model}: {kind} on {counted(step.num_devices, 'device')} of {cluster} ({axes})",
         f"{simulated} a step as simulated, {format_seconds(costs.seconds)} by the objective",
         f"{_throughput(plan, step)}; model flops utilisation {costs.utilisation:.1%}",
         f"lower bound {format_seconds(certificate.bound)}, gap {certificate.gap:.3%} ({certificate.status})",
@@ -169,10 +169,10 @@ def _batch(step: StepPlan) -> str:
     dp, ep, m = step.axes.get("dp", 1), step.axes.get("ep", 1), step.num_microbatches
     experts = f" × ep {ep:,}" if ep > 1 else ""
     if step.decides_units:
-        cut = f"= dp {dp:,}{experts} × {m:,} micro-batches × {step.local_batch:,} samples"
+        cut = f"= dp {dp:,}{experts} × {counted(m, 'micro-batch')} × {counted(step.local_batch, 'sample')}"
     else:
         cut = f"at once, {step.local_batch:,} on each device"
-    lines = [f"Batch: {step.global_batch:,} samples {cut}"]
+    lines = [f"Batch: {counted(step.global_batch, 'sample')} {cut}"]
     if step.axes.get("pp", 1) > 1:
         chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
         lines.append(f"Schedule: {step.schedule}{chunks}")
@@ -231,7 +231,7 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
     if step.costs.exposed >= 0.01:
         yield f"communication that finds nothing to hide behind: {step.costs.exposed:.1%} of the step"
     if step.axes.get("pp", 1) > 1:
-        passing = f"{step.num_microbatches} micro-batches pass {step.axes['pp']} ranks"
+        passing = f"{counted(step.num_microbatches, 'micro-batch')} pass {counted(step.axes['pp'], 'rank')}"
         yield f"pipeline bubble {step.costs.bubble:.1%}: {passing}"
     if step.alternatives:
         yield _against(step, step.alternatives[0])
@@ -290,8 +290,8 @@ def _search(plan: PlanData, step: StepPlan) -> str:
         "Certificate",
         f"  objective {format_seconds(certificate.objective)}, no plan takes less than "
         f"{format_seconds(certificate.bound)}: gap {certificate.gap:.3%} ({certificate.status})",
-        f"  {certificate.solver}; {program}: {certificate.num_variables:,} variables, "
-        f"{certificate.num_constraints:,} constraints",
+        f"  {certificate.solver}; {program}: {counted(certificate.num_variables, 'variable')}, "
+        f"{counted(certificate.num_constraints, 'constraint')}",
     ]
     return "\n".join([*lines, f"  layouts × micro-batches × schedules: {counts}"] if counts else lines)
 
