@@ -55,6 +55,11 @@ class Cluster:
         return self.levels[-1].group_size
 
     @property
+    def devices_per_node(self) -> int:
+        """Devices of one node: a group of the level that ``host`` names, else of the innermost."""
+        return self.host.num_devices(self.levels) if self.host else self.levels[0].group_size
+
+    @property
     def device(self) -> Device:
         """The device; of a mixed cluster, the worst of each figure, since all ranks wait for the slowest."""
         return slowest_device(self.groups)

@@ -60,6 +60,16 @@ def test_a_plan_says_what_where_and_how_long() -> None:
     assert repr(dataclasses.replace(plan, model="x" * 300)).count("x") == 300  # folded, never cut
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("optimal", ""), ("stopped by time limit", " (time limit)"), ("stopped by effort limit", " (max_programs)")],
+)
+def test_a_gap_says_what_stopped_the_search(status: str, words: str) -> None:
+    plan = plan_of("1f1b")
+    stopped = dataclasses.replace(plan, certificate=dataclasses.replace(plan.certificate, gap=0.1, status=status))
+    assert f"gap 10.00%{words}\n" in stopped.brief()
+
+
 def test_a_module_says_what_this_rank_has() -> None:
     model = Mlp(layers=2)
     module = planner.compile(model, "dp=1", **CALL)

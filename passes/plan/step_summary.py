@@ -29,6 +29,7 @@ NEARLY_FULL = 0.9
 BRIEF_ALTERNATIVES = 2
 #: Statuses of a search that stopped early.
 TIME_LIMIT, EFFORT_LIMIT = "time limit", "effort limit"
+_LIMITS = {TIME_LIMIT: "time limit", EFFORT_LIMIT: "max_programs"}
 
 
 def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
@@ -57,7 +58,7 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
         f"{simulated} a step as simulated ({format_seconds(costs.seconds)} by the objective)",
         f"{_throughput(plan, step)}",
         f"model flops utilisation {costs.utilisation:.1%}; lower bound {format_seconds(certificate.bound)}, gap "
-        f"{certificate.gap:.2%}",
+        f"{certificate.gap:.2%}{f' ({stopped_by(plan)})' * bool(stopped_by(plan))}",
         *_brief_links(plan, step),
         _batch(step).splitlines()[0],
     ]
@@ -85,6 +86,11 @@ def headline(plan: PlanData, step: StepPlan) -> str:
     sizes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1) or "nothing divided"
     cluster = plan.cluster.get("name", "an unnamed cluster")
     return f"{plan.model} on {counted(step.num_devices, 'device')} of {cluster}: {sizes}"
+
+
+def stopped_by(plan: PlanData) -> str:
+    """The limit that stopped the plan's search; empty if it ended by itself."""
+    return next((words for limit, words in _LIMITS.items() if limit in plan.certificate.status), "")
 
 
 def _stages_on_devices(step: StepPlan) -> Iterator[str]:
