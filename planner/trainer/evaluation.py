@@ -64,12 +64,12 @@ def predict(trainer: Training, dataset: Any) -> list[Any]:
             outputs = _main_output(batches.run(trainer.parallel, batch))
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach().cpu()
-        _check_number(outputs, num_samples, "predict_fn gave" if trainer.predict_fn else "the model gives")
+        check_number(outputs, num_samples, "predict_fn gave" if trainer.predict_fn else "the model gives")
         predictions.extend(itertools.islice(outputs, num_samples))
     return predictions
 
 
-def _check_number(outputs: Any, num_samples: int, who: str) -> None:
+def check_number(outputs: Any, num_samples: int, who: str) -> None:
     """Raise ValueError unless there is an output for each sample."""
     if isinstance(outputs, torch.Tensor) and not outputs.ndim:
         words = "a single number"
