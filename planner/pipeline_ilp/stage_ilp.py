@@ -159,7 +159,8 @@ def solve_stages(
         return None
     reduced, original_indices = undominated(problem)
     limit = math.inf if cutoff is None else cutoff
-    search = _Search(reduced, limit, gap, proofs, solver, gap_to_cutoff=gap_to_cutoff)
+    search = _Search(reduced, limit, gap, proofs, solver)
+    search.gap_to_cutoff = gap if gap_to_cutoff is None else gap_to_cutoff
     solution = search.run(effort, deadline)
     if solution is None or solution.assignment is None:
         return solution
@@ -208,17 +209,10 @@ class _Search:
     """Best assignment and bound so far for one problem."""
 
     def __init__(
-        self,
-        problem: StageProblem,
-        cutoff: float,
-        gap: float,
-        proofs: Proofs | None = None,
-        solver: str = HIGHS,
-        *,
-        gap_to_cutoff: float | None = None,
+        self, problem: StageProblem, cutoff: float, gap: float, proofs: Proofs | None = None, solver: str = HIGHS
     ) -> None:
         self.problem, self.cutoff, self.gap, self.solver = problem, cutoff, gap, solver
-        self.gap_to_cutoff = gap if gap_to_cutoff is None else gap_to_cutoff
+        self.gap_to_cutoff = gap
         self.proofs = {} if proofs is None else proofs
         self.bounds = time_bounds(problem)
         self.bound, self.load = self.bounds.step, self.bounds.load
