@@ -17,6 +17,7 @@ from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
 from cost_models.host import Host
 from cost_models.measured_profile import Profile
 from cost_models.presets import load_preset, preset_names
+from cost_models.short_text import fold
 from cost_models.text import printable
 from cost_models.topology import expand_topology
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cluster:
     """Devices in rank order, and the levels of links that join them, innermost first.
 
@@ -42,9 +43,21 @@ class Cluster:
     unequal: str = REORDER
     host: Host | None = None
 
+    def __repr__(self) -> str:
+        devices = " + ".join(f"{group.count:,} × {group.device.name}" for group in self.groups)
+        levels = ", ".join(
+            f"{level.name} over {level.group_size:,}, {level.bandwidth / 1e9:g} GB/s" for level in self.levels
+        )
+        return fold(f"Cluster({self.name}: {devices}; {levels})")
+
     @property
     def num_devices(self) -> int:
         return self.levels[-1].group_size
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of one node: a group of the level that ``host`` names, else of the innermost."""
+        return self.host.num_devices(self.levels) if self.host else self.levels[0].group_size
 
     @property
     def device(self) -> Device:

@@ -13,6 +13,7 @@ from cost_models.efficiency import MatmulShape
 from cost_models.hardware import LinkLevel, crossed_levels
 from cost_models.measured_profile import Extrapolation
 from cost_models.routes import Span, route
+from cost_models.text import counted
 
 
 class CostModel:
@@ -194,6 +195,6 @@ def _check_axes(cluster: Cluster, axes: dict[str, int]) -> None:
     num_devices = math.prod(axes.values())
     if num_devices != cluster.num_devices:
         raise ValueError(
-            f"the mesh {mesh or '(no axes)'} has {num_devices} devices but cluster {cluster.name!r} has"
+            f"the mesh {mesh or '(no axes)'} has {counted(num_devices, 'device')} but cluster {cluster.name!r} has"
             f" {cluster.num_devices}: change the mesh sizes or the cluster's size (such as cpu-local:{num_devices})"
         )

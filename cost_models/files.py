@@ -141,9 +141,11 @@ def write_text(path: str | Path, text: str) -> None:
         if target.exists():
             os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
         os.replace(partial, target)
-    except OSError as error:
+    except BaseException as error:  # an interrupt, too, leaves nothing beside the file
         with suppress(OSError):
             partial.unlink()
+        if not isinstance(error, OSError):
+            raise
         raise ValueError(f"cannot write '{printable(str(path))}': {error.strerror or error}") from error
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from cost_models.dtypes import RATE_STAND_IN, TFLOAT32, item_size
 from cost_models.efficiency import FULL, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
 from cost_models.fields import Positive, Seconds
+from cost_models.short_text import ShortRepr
 
 
-@dataclass(frozen=True)
-class Device:
+@dataclass(frozen=True, repr=False)
+class Device(ShortRepr):
     """One accelerator (or one CPU process).
 
     Attributes:
@@ -75,8 +76,8 @@ class Device:
         return max(arithmetic / self.peak_flops(dtype), traffic / self.memory_bandwidth, self.launch_overhead)
 
 
-@dataclass(frozen=True)
-class DeviceGroup:
+@dataclass(frozen=True, repr=False)
+class DeviceGroup(ShortRepr):
     """``count`` devices of one kind, consecutive in rank order.
 
     ``levels``: the cluster's levels with the links that these devices have among themselves, where they have better
@@ -146,8 +147,8 @@ class Wire:
 WIRINGS = ("switch", "uplink", "rail", "ring", "line", "links")
 
 
-@dataclass(frozen=True)
-class LinkLevel:
+@dataclass(frozen=True, repr=False)
+class LinkLevel(ShortRepr):
     """The links that join devices into groups of ``group_size`` consecutive ranks (a node, a rack, everything).
 
     A group of the level before is a *part* of this level's groups (of the innermost level: a device).

@@ -1,4 +1,4 @@
-"""Text from a file or a model, made safe to print on a terminal."""
+"""Text for a terminal: a number with its noun; text from a file or a model, made safe to print."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """``printable`` for text of several lines."""
     return text if text.replace("\n", "").isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 device``, ``1,024 devices``, ``1 batch``, ``2 batches``."""
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"

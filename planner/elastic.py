@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cost_models import Cluster
+from cost_models.text import counted
 from passes.ir.errors import CaptureError
 from passes.plan import Plan
 from planner.compilation import compile
@@ -289,7 +290,7 @@ class Elastic:
         except CaptureError:  # can be planned for with its weights alone, as all do when they have met
             return True, ""
         outcome = "are taken in" if decision.moved else "wait: another plan would not pay"
-        words = f"{count} processes where {len(present.members)} were; those that came {outcome}"
+        words = f"{counted(count, 'process')} where {len(present.members)} were; those that came {outcome}"
         return decision.moved, f"{words}\n{decision.summary().rstrip()}"
 
     @property
@@ -411,7 +412,7 @@ class Elastic:
                 if count == 1:
                     raise
                 if rank_in() == 0:
-                    print(f"meshwright: no plan for {count} processes: {error}", file=sys.stderr)
+                    print(f"meshwright: no plan for {counted(count, 'process')}: {error}", file=sys.stderr)
 
     def _target_for(self, count: int) -> Any:
         if self._target is None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cost_models import Cluster
+from cost_models.text import counted
 from passes.ir.errors import CaptureError
 from passes.plan import Plan
 from planner.planning import as_cluster, example_inputs_of
@@ -92,7 +93,7 @@ def decide(
     except CaptureError:
         raise
     except ValueError as error:
-        words = f"{cluster.num_devices} processes"
+        words = f"{counted(cluster.num_devices, 'process')}"
         return ReplanDecision((stay, ReplanPrice.impossible(words, remaining_steps, str(error))))
     moving = moving_bound(present, plan, cluster)
     go = ReplanPrice(axes_of(plan), step_seconds(plan), remaining_steps, moving, replan_seconds)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from cost_models import Cluster
+from cost_models.text import counted
 from passes.ir.types import MeshShape
 from planner.targets import as_device_mesh
 from runtime.agreement.call_agreement import FORWARD
@@ -99,7 +100,7 @@ def _announce(engine: Engine, verb: str) -> None:
     chose_one_stage = verb == FORWARD and plan.step.num_devices > 1 and plan.step.axes.get("pp", 1) == 1
     alone = " (pp=1: train_step plans pipelines too)" if chose_one_stage else ""
     print(
-        f"meshwright: {plan.model} planned at its first call for {plan.step.num_devices} devices of "
+        f"meshwright: {plan.model} planned at its first call for {counted(plan.step.num_devices, 'device')} of "
         f"{plan.cluster.get('name', 'this machine')}: {axes}{alone}",
         file=sys.stderr,
     )

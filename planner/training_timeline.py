@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster
+from cost_models.text import counted
 from passes.ir.types import shard_dim
 from passes.plan import Plan
 from planner.changing.freeze_schedule import FreezePhase, FreezeSchedule
@@ -63,7 +64,7 @@ class TimelinePhase:
             filling = f"{self.filling_steps:,} × {self.filling_seconds:.4g} s that fill the cache + "
         of_which = f" ({program.reading_seconds:.4g} s of it to read)" if program.behind else ""
         return (
-            f"step {phase.first_step:,}: {phase.frozen} of {num_layers} layers frozen, "
+            f"step {phase.first_step:,}: {phase.frozen} of {counted(num_layers, 'layer')} frozen, "
             f"{axes_of(self.plan)}{f', cached behind {program.behind}' if program.behind else ''}"
             f"{' (replanned)' if self.replanned else ''}: {self.seconds:.4g} s = {filling}"
             f"{phase.num_steps - self.filling_steps:,} × {program.step_seconds:.4g} s{of_which} + "

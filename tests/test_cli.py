@@ -262,3 +262,20 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", "--help"])
     assert stopped.value.code == 0
     assert "planner plan llama-3-8b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("when", ["planner.cli", "planner.cli.sweep_command"])
+def test_an_interrupt_while_modules_are_loaded_ends_as_any_other(when: str) -> None:
+    """In a process of its own, whose import of a module is interrupted."""
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {when!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from planner.__main__ import command\n"
+        "sys.exit(command())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "planner: interrupted"
+    assert "Traceback" not in done.stderr

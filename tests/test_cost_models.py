@@ -154,7 +154,7 @@ def test_crossed_levels_are_those_of_every_pair_of_ranks(cuts):
         ({"dp": 2, "tp": 2}, "mesh dp=2,tp=2 has 4 devices but cluster 'dgx-h100' has 8"),
         ({"dp": 0, "tp": 8}, "'dp' must have an integer size of at least 1, got 0"),
         ({"dp": 4.0, "tp": 2}, "'dp' must have an integer size"),
-        ({}, "has 1 devices but"),
+        ({}, "has 1 device but"),
     ],
 )
 def test_meshes_that_do_not_fit(axes, message):

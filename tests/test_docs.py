@@ -1,10 +1,15 @@
-"""Every code block of README and docs runs: Python as it stands, commands of ``planner`` with tiny sizes."""
+"""Every code block of README and docs runs: Python and commands of ``planner`` with tiny sizes, TOML in its reader.
+
+Fenced or indented: of the latter, what is neither a command nor TOML nor Python is a drawing or a listing.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,12 @@ import pytest
 import torch
 from markdown_it import MarkdownIt
 
+import planner
+from cost_models.presets.preset_files import ENTRY_POINTS as PRESET_ENTRY_POINTS
+from planner import extensions
+from planner.changing.freeze_schedule import FreezeSchedule
 from planner.cli import main
+from planner.sweeps.study_format import load_study
 from tests.rooms import ROOT
 from tests.small_models import Mlp, mlp_batch
 
@@ -39,18 +49,50 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 
+#: What stands for meshes, sizes and folders of the pages' Python, which runs on one process.
+ONE_PROCESS: Mapping[str, str] = {
+    r'"(pp=4|pp=2,dp=2|dp=4|dp=2,tp=2)"': '"dp=1"',
+    r"\b(64e9|500e9)\b": "1e6",
+    r'"/scratch"': '"."',
+    r"\.\.\. +# requires_grad.*": "freeze_first_layers(parallel)",
+}
+#: In blocks that need other processes: they are compiled, test_elastic.py and test_replan.py run the like.
+OTHER_PROCESSES = ("planner.join(", "planner.Elastic(", "job.steps(", "ranks=[")
+#: What first words of indented lines are no code: what a program says, of which there are no more than these.
+LISTINGS = ("nn.Module ─►", "mine/rack.toml", "run/\n", "ValueError: ")
+
+
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """(language, text) of each code block; indented blocks of commands count as shell."""
+    """(language, text) of each code block."""
     for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
         if token.type == "fence":
             yield token.info.strip(), token.content
-        elif token.type == "code_block" and token.content.startswith(("planner ", "make ")):
-            yield "sh", token.content
+        elif token.type == "code_block":
+            yield language_of(token.content, page), token.content
 
 
-def python_of(page: Path) -> str:
-    """The page's Python, one script."""
-    return "\n".join(text for language, text in blocks(page) if language == "python")
+def language_of(text: str, page: Path) -> str:
+    """Of an indented block: shell, TOML, Python or text."""
+    if text.startswith(("planner ", "make ")):
+        return "sh"
+    if text.startswith(LISTINGS):
+        return "text"
+    try:
+        tomllib.loads(text)
+        return "toml"
+    except tomllib.TOMLDecodeError:
+        pass
+    try:
+        ast.parse(text)
+        return "python"
+    except SyntaxError as error:
+        raise AssertionError(f"{page.name}: neither a command nor TOML nor Python: {text}") from error
+
+
+def python_of(page: Path, *, leaving_out: tuple[str, ...] = ()) -> str:
+    """The page's Python, one script, without blocks that have one of ``leaving_out`` in them."""
+    texts = (text for language, text in blocks(page) if language == "python")
+    return "\n".join(text for text in texts if not any(words in text for words in leaving_out))
 
 
 def commands_of(page: Path) -> list[str]:
@@ -69,13 +111,39 @@ def readme_names() -> dict[str, Any]:
             super().__init__()
             self.inner = model
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x).square().mean()
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            outputs = self.inner(x)
+            return {"loss": outputs.square().mean(), "logits": outputs}
 
-    return {"torch": torch, "model": WithLoss(), "mesh": "dp=1", "batch": batch}
+    samples = [{"x": row} for row in mlp_batch(batch=64)[0]]
+    datasets = {f"{kind}_dataset": samples for kind in ("train", "eval", "test")}
+    return {"torch": torch, "model": WithLoss(), "mesh": "dp=1", "batch": batch, **datasets}
 
 
-NAMES = {"README.md": readme_names}
+class MeanSquare(Mlp):
+    """A model that returns its loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def names_of_a_training() -> dict[str, Any]:
+    """What a training has that changes while it runs."""
+    weights = torch.nn.Parameter(torch.zeros(1))
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([weights]), 1)
+
+    def freeze_first_layers(parallel: Any) -> None:
+        for part in (parallel.first, *(parallel.get_submodule(f"layers.{index}") for index in range(4))):
+            part.requires_grad_(False).eval()
+
+    return {
+        "torch": torch, "planner": planner, "schedule": schedule, "epoch": 1, "frozen": 0, "norms": [1.0] * 12,
+        "model": MeanSquare(layers=12).double(), "batch": {"x": mlp_batch(batch=4)[0]},
+        "freeze_first_layers": freeze_first_layers,
+    }  # fmt: skip
+
+
+NAMES = {"README.md": readme_names, "changing_training.md": names_of_a_training}
 #: Pages whose Python names what its reader has (``my.op``, a study, other machines); each is compiled.
 #: Of the first, test_extension.py runs it.
 COMPILED_ONLY = ("extension.md", "rules.md", "slow_links.md", "sweeps.md")
@@ -84,9 +152,44 @@ COMPILED_ONLY = ("extension.md", "rules.md", "slow_links.md", "sweeps.md")
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
 def test_python_of_the_pages_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code = compile(python_of(page), page.name, "exec")
+    compile(python_of(page), page.name, "exec")
     if page.name not in COMPILED_ONLY:
-        exec(code, NAMES.get(page.name, dict)())
+        script = python_of(page, leaving_out=OTHER_PROCESSES)
+        for pattern, tiny in ONE_PROCESS.items():
+            script = re.sub(pattern, tiny, script)
+        exec(compile(script, page.name, "exec"), NAMES.get(page.name, dict)())
+
+
+def entry_points(path: Path) -> None:
+    """A package's own, in the groups that are looked at."""
+    groups = tomllib.loads(path.read_text())["project"]["entry-points"]
+    assert set(groups) == {extensions.ENTRY_POINTS, PRESET_ENTRY_POINTS}
+
+
+#: Page → who reads its TOML.
+TOML_READERS: Mapping[str, Callable[[Path], object]] = {
+    "changing_training.md": FreezeSchedule.from_toml,
+    "extension.md": entry_points,
+    "sweeps.md": load_study,
+}
+#: Between two ways to say the same in one block.
+OR = "# or in their place\n"
+
+
+def tomls_of(page: Path) -> Iterator[str]:
+    """The page's TOML files; of a block with two ways to say the same, one each."""
+    for text in (text for language, text in blocks(page) if language == "toml"):
+        first, *others = text.split(OR)
+        common = first[: first.index("[[")] if others else ""
+        yield from (first, *(common + other for other in others))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(tomls_of(page))], ids=lambda page: page.name)
+def test_toml_of_the_pages_is_read(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "my-cluster.toml").write_text((ROOT / "examples" / "clusters" / "fat-tree.toml").read_text())
+    for text in tomls_of(page):
+        (tmp_path / "page.toml").write_text(text)
+        TOML_READERS[page.name](tmp_path / "page.toml")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.name)

@@ -161,6 +161,19 @@ def test_the_command_writes_the_file_and_says_what_is_not_in_it(
     assert capsys.readouterr().out == pipelined().export("megatron").text
 
 
+@pytest.mark.parametrize(("host", "machines"), [(None, 4), ("bridge", 4), ("pcie", 2), ("network", 1)])
+def test_machines_of_accelerate_are_the_hosts_of_the_cluster(host: str | None, machines: int) -> None:
+    plan = llama("micro_batch=2", "accelerate-fsdp2")
+    link = {"latency": 1e-6, "bandwidth": 1e9}
+    levels = [{"name": name, "size": 2, **link} for name in ("bridge", "pcie", "network")]
+    memory = {"memory_bytes": 1e12, "memory_bandwidth": 1e11, "link_bandwidth": 1e10}
+    of_hosts = {} if host is None else {"host": {**memory, "level": host}}
+    cluster = Cluster.from_dict({"name": "pairs", "device": plan.cluster["device"], "levels": levels, **of_hosts})
+    step = dataclasses.replace(plan.step, axes={**plan.step.axes, "dp": 8}, global_batch=32)
+    exported = dataclasses.replace(plan, step=step, cluster=cluster.to_dict()).export("accelerate-fsdp2")
+    assert exported.settings["num_machines"] == machines and exported.settings["num_processes"] == 8
+
+
 def test_accelerate_reads_its_file(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 

@@ -176,3 +176,15 @@ def test_weights_are_saved_through_links_and_never_in_the_place_of_a_device(tmp_
     (tmp_path / "device" / "model.safetensors").symlink_to("/dev/full")
     with pytest.raises(ValueError, match="it is a device"):
         save_weights(Pieces(whole_pieces()).owned(), tmp_path / "device")
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "plan.json").write_text("before")
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "plan.json", "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert (tmp_path / "plan.json").read_text() == "before"

@@ -106,6 +106,9 @@ def test_an_empty_variable_keeps_nothing(folder: Path, captures: list[Any], monk
 
 def test_the_folder_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_store, "MAX_FILES", 3)
+    folder.mkdir()
+    (folder / ".graph9.json.1.partial").write_text("{")  # of a process that was killed
+    os.utime(folder / ".graph9.json.1.partial", (0, 0))
     for place in range(5):
         graph_store.keep_graph(f"graph{place}", {"place": place})
         os.utime(folder / f"graph{place}.json", (place, place))

@@ -47,7 +47,7 @@ STEP = StepPlan(
     memory=(FULL, ROOMY, ROOMY, ROOMY),
     memory_limit=80 * GIB,
     search={"enumerated": 900, "pruned by bound": 880, "solved": 20},
-    alternatives=(Alternative("dp=64, 1 micro-batches of 1", 19.8, 21.0, 79 * GIB),),
+    alternatives=(Alternative("dp=64, 1 micro-batch of 1", 19.8, 21.0, 79 * GIB),),
 )
 PLAN = Plan(
     model="Llama",
@@ -110,9 +110,7 @@ def test_why_names_what_limits_the_step_and_the_closest_other_plan() -> None:
     assert "memory binds: rank 0 is 97.5% full" in why
     assert "pipeline bubble 21.0%: 8 micro-batches pass 4 ranks" in why
     assert "25.0% of a micro-batch" in why
-    assert (
-        "dp=64, 1 micro-batches of 1: +5.00% time as simulated, +10.00% by the objective, 79 GiB against 78 GiB" in why
-    )
+    assert "dp=64, 1 micro-batch of 1: +5.00% time as simulated, +10.00% by the objective, 79 GiB against 78 GiB" in why
     assert "ran out of time" in why
 
 

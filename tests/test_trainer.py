@@ -10,6 +10,7 @@ import torch
 
 import planner
 from planner.trainer import decay_groups, warmup_cosine
+from planner.trainer.evaluation import check_number
 from planner.trainer.trainer_batches import count_valid
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
@@ -82,3 +83,11 @@ def test_what_needs_more_than_is_there() -> None:
         trainer.load_best()
     with pytest.raises(ValueError, match="dataset is empty"):
         trainer.evaluate([])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"), [(torch.zeros(()), "a single number"), (None, "a NoneType"), (torch.zeros(1), "1 output")]
+)
+def test_a_prediction_without_an_output_for_each_sample_is_refused(outputs: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"the model gives {words} for a batch of 4 samples: give .* a predict_fn"):
+        check_number(outputs, 4, "the model gives")

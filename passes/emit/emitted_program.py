@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.files import write_text
+from cost_models.short_text import ShortRepr
 from passes.emit.chains import ChainReport
 from passes.ir.types import MeshShape, Placement
 
@@ -65,8 +66,8 @@ class OutputSpec:
     requires_grad: bool
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(ShortRepr):
     """Python source that runs one rank's part of a step, and what is needed to feed it.
 
     Attributes:

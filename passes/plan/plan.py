@@ -14,17 +14,29 @@ from typing import Any
 
 from cost_models.files import read_json, write_text
 from cost_models.records import from_plain
+from cost_models.short_text import fold
 from cost_models.text import printable, printable_lines
 from passes.plan.plan_checks import check_placements, check_step, check_structure
 from passes.plan.plan_data import PLAN_VERSION, PlanData
 from passes.plan.plan_grammar import check_grammar
 from passes.plan.plan_summary import summarise
-from passes.plan.step_summary import brief_step
+from passes.plan.step_summary import brief_step, headline
+from passes.plan.text_tables import format_seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(PlanData):
-    """A complete plan: its data, and how to save, load and show it."""
+    """A complete plan: its data, and how to save, load and show it.
+
+    ``print`` shows ``brief()`` in 80 columns, a debugger one line; all of it is in ``summary()``.
+    """
+
+    def __str__(self) -> str:
+        return fold(self.brief())
+
+    def __repr__(self) -> str:
+        step, gap = self.step, self.certificate.gap
+        return fold(f"Plan({headline(self, step)}; {format_seconds(step.costs.simulated)} a step, gap {gap:.2%})")
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all.

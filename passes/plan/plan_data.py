@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from cost_models.short_text import ShortRepr
 from passes.ir.types import MeshShape, Placement
 from passes.plan.step_plan import StepPlan
 
@@ -64,8 +65,8 @@ class ConversionPlan:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class BlockPlan:
+@dataclass(frozen=True, repr=False)
+class BlockPlan(ShortRepr):
     """A run of identical blocks: the module paths of each copy, and the type of what each takes from the last."""
 
     roots: tuple[tuple[str, ...], ...]
@@ -90,8 +91,8 @@ class CollectivePlan:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Costs:
+@dataclass(frozen=True, repr=False)
+class Costs(ShortRepr):
     """Predicted seconds of one step by part, and bytes on each device by part."""
 
     compute_forward: float
@@ -105,8 +106,8 @@ class Costs:
         return self.compute_forward + self.compute_backward + self.communication_forward + self.communication_backward
 
 
-@dataclass(frozen=True)
-class Certificate:
+@dataclass(frozen=True, repr=False)
+class Certificate(ShortRepr):
     """How good the plan is within its model: seconds of the objective, a proved lower bound, and why it stopped.
 
     The bound is of all plans that meet ``demands``: what was asked of the search that the rest of the plan does not say
@@ -133,8 +134,8 @@ class PatternPlan:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class FusionPlan:
+@dataclass(frozen=True, repr=False)
+class FusionPlan(ShortRepr):
     """What the pattern pass did: operators, and bytes kept for the backward pass of the whole model, (before, after).
 
     Programs of the plan are made of graphs that went through it; ``tolerance`` is by how much a match may differ,

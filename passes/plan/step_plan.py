@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from cost_models.short_text import ShortRepr
 from cost_models.step import ChunkCosts, LayerSeconds, PipelineStep
 
 #: The policy of a unit that computes the loss in chunks (``ops.linear_cross_entropy``): it never holds its logits, and
@@ -36,8 +37,8 @@ class GroupPlan:
         return "none" if self.recompute == CHUNKED_LOSS else self.recompute
 
 
-@dataclass(frozen=True)
-class ChunkPlan:
+@dataclass(frozen=True, repr=False)
+class ChunkPlan(ShortRepr):
     """Consecutive units on one pipeline rank, with what each group is predicted to cost.
 
     ``costs.layers`` and ``parts`` (seconds by cause) have one entry for each group; where a plan does not tell units
@@ -85,8 +86,8 @@ class StageDevice:
     memory_limit: float
 
 
-@dataclass(frozen=True)
-class StepCosts:
+@dataclass(frozen=True, repr=False)
+class StepCosts(ShortRepr):
     """Predicted seconds of one step: the closed form by part, and what the simulator says.
 
     ``bubble``: share of the step that the busiest rank's compute stream has nothing to do, for want of micro-batches;
@@ -116,8 +117,8 @@ class Alternative:
     memory: float
 
 
-@dataclass(frozen=True)
-class StepPlan:
+@dataclass(frozen=True, repr=False)
+class StepPlan(ShortRepr):
     """How a training step runs.
 
     Attributes:

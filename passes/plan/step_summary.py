@@ -8,6 +8,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.hardware import crossed_levels
+from cost_models.text import counted
 from passes.plan.host_memory import host_lines
 from passes.plan.plan_data import PlanData
 from passes.plan.stage_table import format_numbers, memory_table, stage_table
@@ -28,6 +29,7 @@ NEARLY_FULL = 0.9
 BRIEF_ALTERNATIVES = 2
 #: Statuses of a search that stopped early.
 TIME_LIMIT, EFFORT_LIMIT = "time limit", "effort limit"
+_LIMITS = {TIME_LIMIT: "time limit", EFFORT_LIMIT: "max_programs"}
 
 
 def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
@@ -51,13 +53,12 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
     """What matters first, in ten lines: time, mesh on its links, batch, what is recomputed, memory, the next best."""
     costs, certificate = step.costs, plan.certificate
     simulated = format_seconds_between(costs.simulated, step.interval)
-    sizes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1) or "nothing divided"
     lines = [
-        f"{plan.model} on {step.num_devices:,} devices of {plan.cluster.get('name', 'an unnamed cluster')}: {sizes}",
+        headline(plan, step),
         f"{simulated} a step as simulated ({format_seconds(costs.seconds)} by the objective)",
         f"{_throughput(plan, step)}",
         f"model flops utilisation {costs.utilisation:.1%}; lower bound {format_seconds(certificate.bound)}, gap "
-        f"{certificate.gap:.2%}",
+        f"{certificate.gap:.2%}{f' ({stopped_by(plan)})' * bool(stopped_by(plan))}",
         *_brief_links(plan, step),
         _batch(step).splitlines()[0],
     ]
@@ -78,6 +79,18 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
         for other in step.alternatives[:BRIEF_ALTERNATIVES]
     ]
     return "\n".join(lines) + "\n"
+
+
+def headline(plan: PlanData, step: StepPlan) -> str:
+    """What is planned, where, and on which axes: ``gpt2 on 8 devices of dgx-a100:1: dp=4, tp=2``."""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1) or "nothing divided"
+    cluster = plan.cluster.get("name", "an unnamed cluster")
+    return f"{plan.model} on {counted(step.num_devices, 'device')} of {cluster}: {sizes}"
+
+
+def stopped_by(plan: PlanData) -> str:
+    """The limit that stopped the plan's search; empty if it ended by itself."""
+    return next((words for limit, words in _LIMITS.items() if limit in plan.certificate.status), "")
 
 
 def _stages_on_devices(step: StepPlan) -> Iterator[str]:
@@ -107,7 +120,7 @@ def _headline(plan: PlanData, step: StepPlan) -> str:
     kind = "a training step" if plan.training else "an inference step"
     cluster = plan.cluster.get("name", "an unnamed cluster")
     lines = [
-        f"{plan.model}: {kind} on {step.num_devices:,} devices of {cluster} ({axes})",
+        f"{plan.model}: {kind} on {counted(step.num_devices, 'device')} of {cluster} ({axes})",
         f"{simulated} a step as simulated, {format_seconds(costs.seconds)} by the objective",
         f"{_throughput(plan, step)}; model flops utilisation {costs.utilisation:.1%}",
         f"lower bound {format_seconds(certificate.bound)}, gap {certificate.gap:.3%} ({certificate.status})",
@@ -162,10 +175,10 @@ def _batch(step: StepPlan) -> str:
     dp, ep, m = step.axes.get("dp", 1), step.axes.get("ep", 1), step.num_microbatches
     experts = f" × ep {ep:,}" if ep > 1 else ""
     if step.decides_units:
-        cut = f"= dp {dp:,}{experts} × {m:,} micro-batches × {step.local_batch:,} samples"
+        cut = f"= dp {dp:,}{experts} × {counted(m, 'micro-batch')} × {counted(step.local_batch, 'sample')}"
     else:
         cut = f"at once, {step.local_batch:,} on each device"
-    lines = [f"Batch: {step.global_batch:,} samples {cut}"]
+    lines = [f"Batch: {counted(step.global_batch, 'sample')} {cut}"]
     if step.axes.get("pp", 1) > 1:
         chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
         lines.append(f"Schedule: {step.schedule}{chunks}")
@@ -224,7 +237,7 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
     if step.costs.exposed >= 0.01:
         yield f"communication that finds nothing to hide behind: {step.costs.exposed:.1%} of the step"
     if step.axes.get("pp", 1) > 1:
-        passing = f"{step.num_microbatches} micro-batches pass {step.axes['pp']} ranks"
+        passing = f"{counted(step.num_microbatches, 'micro-batch')} pass {counted(step.axes['pp'], 'rank')}"
         yield f"pipeline bubble {step.costs.bubble:.1%}: {passing}"
     if step.alternatives:
         yield _against(step, step.alternatives[0])
@@ -283,8 +296,8 @@ def _search(plan: PlanData, step: StepPlan) -> str:
         "Certificate",
         f"  objective {format_seconds(certificate.objective)}, no plan takes less than "
         f"{format_seconds(certificate.bound)}: gap {certificate.gap:.3%} ({certificate.status})",
-        f"  {certificate.solver}; {program}: {certificate.num_variables:,} variables, "
-        f"{certificate.num_constraints:,} constraints",
+        f"  {certificate.solver}; {program}: {counted(certificate.num_variables, 'variable')}, "
+        f"{counted(certificate.num_constraints, 'constraint')}",
     ]
     return "\n".join([*lines, f"  layouts × micro-batches × schedules: {counts}"] if counts else lines)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+from cost_models.short_text import WIDTH, fold
 
 #: Characters that a column keeps when a table is made to fit.
 LEAST_COLUMN = 12
@@ -54,6 +56,12 @@ def lines_within(width: int | None) -> Iterator[None]:
         yield
     finally:
         _line_width.reset(token)
+
+
+def table_in_width(table: Callable[[], str]) -> str:
+    """What ``table`` gives, no line longer than ``print`` shows of any object."""
+    with lines_within(WIDTH):
+        return fold(table())
 
 
 def format_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

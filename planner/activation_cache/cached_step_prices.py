@@ -47,7 +47,7 @@ def cached_behind(after: str) -> str:
 def seconds_of_reading(plan: Plan, num_bytes: int, bytes_per_second: float) -> float:
     """Of the output for a global batch: each process of a node reads its samples' rows, one after the other."""
     cluster = Cluster.from_dict(plan.cluster)
-    processes = min(cluster.levels[0].group_size if cluster.levels else 1, cluster.num_devices)
+    processes = min(cluster.devices_per_node, cluster.num_devices)
     groups = max(1, plan.step.sample_groups)
     return num_bytes / groups * processes / bytes_per_second
 

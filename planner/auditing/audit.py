@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.text import counted
 from passes.plan import Plan
 from planner.auditing.audit_report import AuditReport, AuditRow, refuted, unchecked
 from planner.auditing.certificate_rows import bound_rows, gap_row
@@ -58,7 +59,7 @@ def audited(subject: AuditSubject, *, prove_bound: bool, time_limit: float) -> A
     """The report on a plan whose model is captured already."""
     step = subject.plan.step
     axes = ",".join(f"{axis}={size}" for axis, size in step.axes.items())
-    where = f"{axes} ({step.num_devices:,} devices of {subject.cluster.name})"
+    where = f"{axes} ({counted(step.num_devices, 'device')} of {subject.cluster.name})"
     return AuditReport(subject.plan.model, where, tuple(_rows(subject, prove_bound=prove_bound, time_limit=time_limit)))
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.plan.text_tables import format_bytes, format_seconds, format_table
+from cost_models.short_text import ShortRepr
+from cost_models.text import counted
+from passes.plan.text_tables import format_bytes, format_seconds, format_table, table_in_width
 
 SECONDS, BYTES, SHARE, NUMBER = "seconds", "bytes", "share", "number"
 #: How far a recomputed figure may be from the claimed one, relative.
 TOLERANCE = 1e-6
 
 
-@dataclass(frozen=True)
-class AuditRow:
+@dataclass(frozen=True, repr=False)
+class AuditRow(ShortRepr):
     """One figure of a plan.
 
     Attributes:
@@ -62,8 +65,8 @@ def refuted(figure: str, claimed: float | str, why: str, unit: str = NUMBER) -> 
     return AuditRow(figure, claimed, "", unit, False, why)
 
 
-@dataclass(frozen=True)
-class AuditReport:
+@dataclass(frozen=True, repr=False)
+class AuditReport(ShortRepr):
     """The report of ``planner.audit``: one row a figure.
 
     Attributes:
@@ -89,15 +92,23 @@ class AuditReport:
         """Rows of figures that could not be checked."""
         return tuple(row for row in self.rows if row.ok is None)
 
+    def __str__(self) -> str:
+        """The figures that are not ok, and the verdict."""
+        return table_in_width(lambda: self._table((*self.wrong, *self.unchecked)))
+
     def table(self) -> str:
         """One line a figure, and the verdict."""
+        return self._table(self.rows)
+
+    def _table(self, rows: Sequence[AuditRow]) -> str:
         cells = [
             [row.figure, *(_text(value, row.unit) for value in (row.claimed, row.recomputed)), *_verdict(row)]
-            for row in self.rows
+            for row in rows
         ]
         header = ("figure", "claimed", "recomputed", "difference", "verdict", "")
-        counts = f"{len(self.rows)} figures, {len(self.wrong)} NOT ok, {len(self.unchecked)} not checked"
-        return f"{format_table(f'{self.model} on {self.where}', header, cells)}\n{counts}"
+        title = f"{self.model} on {self.where}"
+        counts = f"{counted(len(self.rows), 'figure')}, {len(self.wrong)} NOT ok, {len(self.unchecked)} not checked"
+        return f"{format_table(title, header, cells) or title}\n{counts}"
 
 
 def _text(value: float | str, unit: str) -> str:

@@ -64,9 +64,8 @@ def command() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         load_extensions()
         with contextlib.nullcontext() if getattr(options, "passes_output", False) else folded_output():
             return options.command(options)

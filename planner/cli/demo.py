@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planner
+from cost_models.text import counted
 
 BATCH_SIZE = 16
 SEQ_LEN = 128
@@ -113,14 +114,14 @@ def _progress(console: Console) -> Progress:
 
 
 def _print_losses(console: Console, losses: list[tuple[float, float]], *, world_size: int) -> None:
-    table = Table("step", f"{world_size} processes", "one process", "difference", title="Training loss")
+    table = Table("step", f"{counted(world_size, 'process')}", "one process", "difference", title="Training loss")
     shown = range(0, len(losses), max(1, len(losses) // 10))
     for step in sorted({*shown, len(losses) - 1}):
         sharded, single = losses[step]
         table.add_row(str(step + 1), f"{sharded:.6f}", f"{single:.6f}", f"{abs(sharded - single):.1e}")
     console.print(table)
     largest = max(abs(sharded - single) for sharded, single in losses)
-    console.print(f"largest difference over {len(losses)} steps: {largest:.2e}")
+    console.print(f"largest difference over {counted(len(losses), 'step')}: {largest:.2e}")
 
 
 def _print_sentence(console: Console, parallel: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cost_models.text import counted
 from passes.plan.text_tables import format_seconds
 from planner.whole_step.result.search_progress import SEARCHING, Report
 from planner.whole_step.result.search_progress import Progress as Listener
@@ -37,7 +38,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Listener | None]:
 
 
 def _phase(report: Report) -> str:
-    return f"{report.phase} {report.num_devices:,} devices"
+    return f"{report.phase} {counted(report.num_devices, 'device')}"
 
 
 def describe(report: Report) -> str:

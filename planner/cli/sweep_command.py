@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from cost_models.text import printable
+from cost_models.text import counted, printable
 from passes.plan.text_tables import format_seconds
 from planner.cli.shared_options import count, subparser
 
@@ -31,7 +31,7 @@ def _sweep(options: argparse.Namespace) -> int:
     from planner.sweeps.run_sweep import sweep
 
     done = sweep(options.study, options.output, jobs=options.jobs, listener=_tell)
-    print(f"{len(done.rows):,} rows, {done.num_errors:,} without a plan")
+    print(f"{counted(len(done.rows), 'row')}, {done.num_errors:,} without a plan")
     for path in done.files:
         print(f"wrote {printable(str(path))}")
     return 0
@@ -43,7 +43,7 @@ def _tell(num_finished: int, num_rows: int, row: SweepRow, is_new: bool) -> None
         return
     request = row.request
     batch = f"{request.global_batch:,}" + (f"×{request.seq_len:,}" if request.seq_len else "")
-    where = f"{row.num_devices:,} devices of {request.cluster}"
+    where = f"{counted(row.num_devices, 'device')} of {request.cluster}"
     what = f"{request.model} on {where}, {batch}, {request.options}, {request.layout}"
     if row.error is None:
         result = f"{format_seconds(row.figure('step_seconds'))} a step, gap {row.figure('gap'):.2%}"

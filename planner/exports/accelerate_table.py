@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cost_models import Cluster
 from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, only_if
 from planner.exports.framework import Framework, SettingRow
 from planner.exports.plan_facts import PlanFacts
@@ -10,9 +11,10 @@ _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def _num_machines(facts: PlanFacts) -> int:
-    """Nodes that the plan's devices fill: the innermost level of the cluster is a node."""
-    levels = facts.plan.cluster.get("levels") or [{"size": facts.plan.step.num_devices}]
-    return max(1, facts.plan.step.num_devices // int(levels[0]["size"]))
+    """Nodes that have the plan's devices."""
+    if not facts.plan.cluster.get("levels"):
+        return 1  # a plan made for prices that are not a cluster's
+    return -(-facts.plan.step.num_devices // Cluster.from_dict(facts.plan.cluster).devices_per_node)
 
 
 ACCELERATE_FSDP2 = Framework(

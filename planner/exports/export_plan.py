@@ -9,6 +9,8 @@ from typing import Any
 
 from cost_models.fields import suggest
 from cost_models.files import write_text
+from cost_models.short_text import ShortRepr
+from cost_models.text import counted
 from passes.plan import Plan
 from planner.exports.accelerate_table import ACCELERATE_FSDP2
 from planner.exports.configuration_files import FORMS
@@ -24,8 +26,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
 }
 
 
-@dataclass(frozen=True)
-class ExportedLayout:
+@dataclass(frozen=True, repr=False)
+class ExportedLayout(ShortRepr):
     """A plan in another framework's words.
 
     Attributes:
@@ -40,6 +42,9 @@ class ExportedLayout:
     script: dict[str, Any]
     inexpressible: tuple[str, ...]
     heading: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def text(self) -> str:
@@ -101,8 +106,9 @@ def export(plan: Plan, framework: str) -> ExportedLayout:
         script={row.name: value for row, value in rows if row.place == "script" and value is not None},
         inexpressible=inexpressible(table, facts),
         heading=(
-            f"{plan.config_name or plan.model} on {step.num_devices} devices of {plan.cluster.get('name')}: {axes}; "
-            f"{step.num_microbatches} micro-batches of {step.local_batch}",
+            f"{plan.config_name or plan.model} on {counted(step.num_devices, 'device')} of {plan.cluster.get('name')}: "
+            f"{axes}; "
+            f"{counted(step.num_microbatches, 'micro-batch')} of {step.local_batch}",
             f"plan {plan.fingerprint}; settings of {table.title}, {table.documentation}",
             *_places(plan),
         ),

@@ -91,7 +91,9 @@ def keep(kind: str, key: str, content: Mapping[str, Any]) -> None:
 
 
 def _delete_oldest(folder: Path) -> None:
-    files = sorted(((path.stat(), path) for path in folder.glob("*.json")), key=lambda entry: -entry[0].st_mtime_ns)
+    """Delete what is too much; what processes that were killed had begun to write counts."""
+    paths = (*folder.glob("*.json"), *folder.glob(".*.partial"))
+    files = sorted(((path.stat(), path) for path in paths), key=lambda entry: -entry[0].st_mtime_ns)
     total = 0
     for place, (status, path) in enumerate(files):
         total += status.st_size

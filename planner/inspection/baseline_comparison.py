@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.short_text import ShortRepr
 from cost_models.step_time import step_memory
 from passes.ir.graph import Graph
 from passes.plan import Plan
@@ -29,8 +30,8 @@ from planner.whole_step.candidates.user_layout import UserLayout, best_of_layout
 MAX_NAME = 36
 
 
-@dataclass(frozen=True)
-class ComparedLayout:
+@dataclass(frozen=True, repr=False)
+class ComparedLayout(ShortRepr):
     """The best that an expert's rules allow: seconds as simulated, bytes on the fullest device, what it is.
 
     ``seconds`` is None where there is none; ``what`` then says why.

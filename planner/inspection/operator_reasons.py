@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.short_text import ShortRepr
 from cost_models.unequal_devices import refuse_unequal
 from passes.ir.graph import Graph, Node
 from passes.plan import Plan
-from passes.plan.text_tables import format_bytes, format_seconds, format_table
+from passes.plan.text_tables import format_bytes, format_seconds, format_table, table_in_width
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import INVARIANT, REPLICATE
 from planner.auditing.graph_walk import Charge
@@ -30,8 +31,8 @@ ROUNDING = 1e-9
 MAX_SEARCHED, MAX_RIVALS = 6, 8
 
 
-@dataclass(frozen=True)
-class RivalStrategy:
+@dataclass(frozen=True, repr=False)
+class RivalStrategy(ShortRepr):
     """One strategy of an operator that the plan does not take, in seconds of the objective.
 
     Attributes:
@@ -53,8 +54,8 @@ class RivalStrategy:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class OperatorReason:
+@dataclass(frozen=True, repr=False)
+class OperatorReason(ShortRepr):
     """One operator, all copies of its block together.
 
     Attributes:
@@ -75,8 +76,8 @@ class OperatorReason:
     num_left_out: int = 0
 
 
-@dataclass(frozen=True)
-class PlanReasons:
+@dataclass(frozen=True, repr=False)
+class PlanReasons(ShortRepr):
     """The answer to ``planner explain``.
 
     Attributes:
@@ -89,6 +90,9 @@ class PlanReasons:
     objective: float
     operators: tuple[OperatorReason, ...]
     prices: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return table_in_width(self.table)
 
     def table(self) -> str:
         """The reasons as text of at most 80 columns."""

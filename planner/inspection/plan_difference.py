@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
+from cost_models.short_text import ShortRepr
+from cost_models.text import counted
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
 from passes.plan.step_summary import tokens_per_sample
-from passes.plan.text_tables import format_bytes, format_seconds, format_table
+from passes.plan.text_tables import format_bytes, format_seconds, format_table, table_in_width
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.time_waterfall import waterfall
 
@@ -17,8 +19,8 @@ from planner.inspection.time_waterfall import waterfall
 MAX_ROWS = 20
 
 
-@dataclass(frozen=True)
-class PlanDifference:
+@dataclass(frozen=True, repr=False)
+class PlanDifference(ShortRepr):
     """Rows of (what, in the first plan, in the second): only what differs, but seconds and memory always."""
 
     choices: tuple[tuple[str, str, str], ...]
@@ -31,11 +33,21 @@ class PlanDifference:
         """Whether both plans choose the same."""
         return not (self.choices or self.tensors or self.operators)
 
+    def __str__(self) -> str:
+        """What is chosen otherwise, and how many tensors and operators are split otherwise."""
+        rows = f"{counted(len(self.tensors), 'row')} of tensors and {len(self.operators):,} of operators differ"
+        if self.same:
+            return "Both plans choose the same."
+        return f"{table_in_width(self._choices)}\n{rows}: table() shows them, and the seconds".lstrip()
+
+    def _choices(self) -> str:
+        return format_table("Choices", ("choice", "first", "second"), self.choices)
+
     def table(self, *, all_rows: bool = False) -> str:
         """The rows as text."""
         parts = [
             "Both plans choose the same." if self.same else "",
-            format_table("Choices", ("choice", "first", "second"), self.choices),
+            self._choices(),
             format_table("One step", ("figure", "first", "second", "change"), self.figures),
             _cut("Tensors", self.tensors, all_rows=all_rows),
             _cut("Operators", self.operators, all_rows=all_rows),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.short_text import ShortRepr, fold
 from cost_models.unequal_devices import refuse_unequal
 from passes.ir.graph import Graph
 from passes.plan import Plan
@@ -51,8 +52,8 @@ BEFORE, PRECISION, MAX_STEPS = 0.02, 1e-4, 40
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
-class BreakEven:
+@dataclass(frozen=True, repr=False)
+class BreakEven(ShortRepr):
     """When another plan wins.
 
     Attributes:
@@ -72,6 +73,16 @@ class BreakEven:
     proved_to: float = MARGIN
     reason: str = ""
     searches: int = 0
+
+    def __str__(self) -> str:
+        if self.factor is None:
+            bound = f"none up to × {LARGEST if self.larger else 1 / LARGEST:g}"
+        else:
+            bound = f"× {self.factor:.3g}: {self.rival}{f' ({self.reason})' * bool(self.reason)}"
+        unproved = (
+            "" if self.proved else f"; not proved: nearer to 1, too, a plan may be faster by {self.proved_to:.1%}"
+        )
+        return fold(f"{self.figure} {'larger' if self.larger else 'smaller'}, {bound}{unproved}")
 
     @property
     def proved(self) -> bool:
@@ -129,11 +140,14 @@ class _Winner:
 
 
 class _WinnerSearch(CappedSearch):
-    """A search for plans below its limit: no other stops it, so that it proves as much as it can that there is none."""
+    """A search for plans below its limit: no other stops it, and where there is none it proves that, down to it."""
 
     def _add(self, solution: StepSolution) -> None:
         if solution.seconds < self.limit:
             super()._add(solution)
+
+    def _stage_cutoff(self, gap: float) -> tuple[float, float]:
+        return super()._stage_cutoff(gap) if self.solutions or math.isinf(self.limit) else (self.limit, 0.0)
 
 
 class _Rivals:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cost_models.short_text import ShortRepr, fold
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
-from passes.plan.step_summary import seq_len_of, tokens_per_sample
+from passes.plan.step_summary import seq_len_of, stopped_by, tokens_per_sample
 from passes.plan.text_tables import format_seconds
 from planner.inspection.plan_difference import PlanDifference, difference
 from planner.inspection.plan_graph import check_model, library_model
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
     from cost_models import Cluster
 
 
-@dataclass(frozen=True)
-class WhyNot:
+@dataclass(frozen=True, repr=False)
+class WhyNot(ShortRepr):
     """The answer: the best plan that meets the wish and how it differs, or why there is none."""
 
     wished: Plan | None
     changes: PlanDifference | None
     reason: str
+
+    def __str__(self) -> str:
+        return fold(self.reason) if self.changes is None else f"{fold(self.reason)}\n\n{self.changes}"
 
     def table(self, *, all_rows: bool = False) -> str:
         """The answer as text: one line, then what differs."""
@@ -118,12 +122,13 @@ def why_not(
 
 def _verdict(plan: Plan, wished: Plan) -> str:
     ours, theirs = plan.step.costs.simulated, wished.step.costs.simulated
-    bound = wished.certificate.bound
-    change = theirs / ours - 1.0
-    proved = f"; no plan that meets the wish takes less than {bound / ours - 1.0:+.2%}" if bound > ours else ""
+    change, least = theirs / ours - 1.0, wished.certificate.bound / plan.certificate.objective - 1.0
+    reason = stopped_by(wished)
+    stopped = f" The search was stopped ({reason}): better plans that meet it may exist." if reason else ""
     if change <= 0.0:
-        return f"The wish costs nothing: the best plan that meets it takes {change:+.2%} time, simulated."
-    return f"The wish costs {change:+.2%} time, simulated{proved}."
+        return f"The wish costs nothing: the best plan that meets it takes {change:+.2%} time, simulated.{stopped}"
+    proved = f"; by the objective no plan that meets it takes less than {least:+.2%}" if least > 0.0 else ""
+    return f"The wish costs {change:+.2%} time, simulated{proved}.{stopped}"
 
 
 def _changed_verdict(plan: Plan, wished: Plan) -> str:
@@ -135,5 +140,5 @@ def _changed_verdict(plan: Plan, wished: Plan) -> str:
     return (
         f"So asked, the best plan takes {format_seconds(seconds[1])} a step, simulated "
         f"({seconds[1] / seconds[0] - 1.0:+.2%}), for {rates[1]:,.4g} {name} ({rates[1] / rates[0] - 1.0:+.2%}), "
-        f"gap {wished.certificate.gap:.2%}."
+        f"gap {wished.certificate.gap:.2%}{f' ({stopped_by(wished)})' * bool(stopped_by(wished))}."
     )

@@ -135,6 +135,7 @@ def solve_stages(
     deadline: float = math.inf,
     cutoff: float | None = None,
     gap: float = 1e-4,
+    gap_to_cutoff: float | None = None,
     proofs: Proofs | None = None,
     solver: str = HIGHS,
 ) -> StageSolution | None:
@@ -147,6 +148,7 @@ def solve_stages(
         deadline: of ``time.monotonic``, by which the solver is stopped whatever its effort.
         cutoff: seconds; only an assignment faster than this is of interest.
         gap: relative gap at which an assignment counts as optimal.
+        gap_to_cutoff: by which share of the cutoff the bound may stay below it where nothing beats it (None: ``gap``).
         proofs: the proofs of ``bound_within_memory`` for the same problem.
         solver: PuLP's name of the solver.
     """
@@ -156,7 +158,10 @@ def solve_stages(
     if memory_shortfall(problem) > 0:
         return None
     reduced, original_indices = undominated(problem)
-    solution = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs, solver).run(effort, deadline)
+    limit = math.inf if cutoff is None else cutoff
+    search = _Search(reduced, limit, gap, proofs, solver)
+    search.gap_to_cutoff = gap if gap_to_cutoff is None else gap_to_cutoff
+    solution = search.run(effort, deadline)
     if solution is None or solution.assignment is None:
         return solution
     return replace(solution, assignment=relabelled(solution.assignment, original_indices))
@@ -207,6 +212,7 @@ class _Search:
         self, problem: StageProblem, cutoff: float, gap: float, proofs: Proofs | None = None, solver: str = HIGHS
     ) -> None:
         self.problem, self.cutoff, self.gap, self.solver = problem, cutoff, gap, solver
+        self.gap_to_cutoff = gap
         self.proofs = {} if proofs is None else proofs
         self.bounds = time_bounds(problem)
         self.bound, self.load = self.bounds.step, self.bounds.load
@@ -252,8 +258,13 @@ class _Search:
 
     def settled(self) -> bool:
         """Whether the best is within the gap of the bound, or no assignment can beat the cutoff."""
-        limit = min(self.objective, self.cutoff)
-        return math.isfinite(limit) and limit - self.bound <= self.gap * limit
+        limit, gap = (self.objective, self.gap) if self.beats_cutoff else (self.cutoff, self.gap_to_cutoff)
+        return math.isfinite(limit) and limit - self.bound <= gap * limit
+
+    @property
+    def beats_cutoff(self) -> bool:
+        """Whether the best is faster than the cutoff."""
+        return self.objective < self.cutoff
 
     def offer(self, assignment: Assignment) -> bool:
         """Keep an assignment if it fits and is the fastest; whether it fits."""
@@ -386,17 +397,23 @@ class _Search:
     def solve(self, stage: StageProgram) -> StageSolution | None:
         """Solve the integer program from the incumbent, and again while its solutions' longest paths are missing."""
         limit = None if math.isinf(self.cutoff) else self.cutoff / stage.second - stage.constant
+        gap = self.gap
         while True:
             start = encode(stage, self.best) if self.best is not None else None
-            solution = self.solved(stage.program, gap=self.gap, cutoff=limit, start=start, solver=self.solver)
+            solution = self.solved(stage.program, gap=gap, cutoff=limit, start=start, solver=self.solver)
             assignment = None if solution.values is None else decode(stage, solution.values)
             if assignment is not None:
                 self.offer(assignment)
             self.raise_bound(stage, solution)
             if solution.infeasible and self.best is None and math.isinf(self.cutoff):
                 return None
-            if self.settled() or solution.status in STOPPED or not self.add_path(stage, assignment):
+            if self.settled() or solution.status in STOPPED:
                 return self.solution(OPTIMAL if solution.infeasible else solution.status)
+            # The solver's gap is of its incumbent, which may be slower than the cutoff.
+            is_open = not self.beats_cutoff and gap > self.gap_to_cutoff
+            if not self.add_path(stage, assignment) and not is_open:
+                return self.solution(OPTIMAL if solution.infeasible else solution.status)
+            gap = self.gap_to_cutoff if is_open else gap
 
     def add_path(self, stage: StageProgram, assignment: Assignment | None) -> bool:
         """Add the longest path of an assignment to the program; whether it was missing."""
@@ -405,8 +422,8 @@ class _Search:
 
     def solution(self, status: str = OPTIMAL) -> StageSolution:
         """The incumbent and the bound as a result."""
-        if self.best is None or self.objective >= self.cutoff:
-            proved = self.bound >= self.cutoff * (1 - self.gap)
+        if self.best is None or not self.beats_cutoff:
+            proved = self.bound >= self.cutoff * (1 - self.gap_to_cutoff)
             status = CUTOFF if proved else UNPROVED if status == UNPROVED else NOTHING_FOUND
             return StageSolution(None, math.inf, self.bound, status, *self.size)
         if self.settled():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.short_text import ShortRepr
 from planner.library.configs import config_file, config_names
 from planner.planning import as_cluster
 from planner.sweeps.study import SEARCHED, Study, StudyGrid
@@ -29,8 +30,8 @@ _ELSEWHERE = {"cli", "html_report", "sweeps", "trainer"}
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class RowRequest:
+@dataclass(frozen=True, repr=False)
+class RowRequest(ShortRepr):
     """One plan of a study, as plain data.
 
     Attributes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cost_models.short_text import ShortRepr
 from planner.sweeps.plan_row import error_record, plan_row
 from planner.sweeps.results_folder import ResultsFolder
 from planner.sweeps.row_processes import RowProcesses
@@ -23,8 +24,8 @@ from planner.sweeps.sweep_row import SweepRow
 RowListener = Callable[[int, int, SweepRow, bool], None]
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, repr=False)
+class Sweep(ShortRepr):
     """A finished sweep: its rows in the study's order, and the files that were written."""
 
     study: Study

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cost_models.short_text import ShortRepr
+
 #: The layout of rows whose choices are all searched.
 SEARCHED = "searched"
 #: The options of a study that names none.
@@ -14,8 +16,8 @@ DEFAULT_OPTIONS = "default"
 MAX_PROGRAMS = 1000
 
 
-@dataclass(frozen=True)
-class StudyGrid:
+@dataclass(frozen=True, repr=False)
+class StudyGrid(ShortRepr):
     """Every combination of these; ``options`` and ``layouts`` are names.
 
     Attributes:
@@ -36,8 +38,8 @@ class StudyGrid:
     baselines: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Study:
+@dataclass(frozen=True, repr=False)
+class Study(ShortRepr):
     """What a sweep plans, and how its results are shown.
 
     Attributes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cost_models.text import counted
 from planner.inspection.html_report.report_section import COLOURS, plain_figure, with_legend_below
 from planner.sweeps.study import Study
 from planner.sweeps.sweep_row import SweepRow
@@ -60,7 +61,7 @@ def row_labels(rows: Sequence[SweepRow]) -> list[str]:
     """A name for each row of what tells rows apart, each name once."""
     parts = [
         (
-            row.request.model, row.request.cluster, f"{row.num_devices:,} devices",
+            row.request.model, row.request.cluster, f"{counted(row.num_devices, 'device')}",
             f"batch {row.request.global_batch:,}",
             "" if row.request.seq_len is None else f"length {row.request.seq_len:,}", row.request.options,
             row.request.layout,

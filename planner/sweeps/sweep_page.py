@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cost_models.text import counted
 from passes.plan.text_tables import format_seconds
 from planner.inspection.html_report.headline import Card
 from planner.inspection.html_report.report_page import page_parts, page_template
@@ -38,7 +39,7 @@ def _cards(rows: Sequence[SweepRow]) -> Iterator[Card]:
     planned = [row for row in rows if row.error is None]
     models = {row.request.model for row in rows}
     clusters = {row.request.cluster for row in rows}
-    yield Card("Rows", f"{len(rows):,}", f"{len(models):,} models, {len(clusters):,} clusters")
+    yield Card("Rows", f"{len(rows):,}", f"{counted(len(models), 'model')}, {counted(len(clusters), 'cluster')}")
     yield Card("Without a plan", f"{len(rows) - len(planned):,}", "each with its reason below")
     if planned:
         widest = max(planned, key=lambda row: row.figure("gap"))

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cost_models.short_text import ShortRepr
 from planner.sweeps.row_request import RowRequest
 
 
-@dataclass(frozen=True)
-class SweepRow:
+@dataclass(frozen=True, repr=False)
+class SweepRow(ShortRepr):
     """``result`` is what ``ResultsFolder.finished`` returns."""
 
     request: RowRequest

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cost_models.text import counted
 from planner.trainer import trainer_batches as batches
 from planner.trainer.protocol import Training
 from runtime.data.loader import DataLoader
@@ -63,13 +64,25 @@ def predict(trainer: Training, dataset: Any) -> list[Any]:
             outputs = _main_output(batches.run(trainer.parallel, batch))
         if isinstance(outputs, torch.Tensor):
             outputs = outputs.detach().cpu()
-        if len(outputs) < num_samples:
-            raise ValueError(
-                f"predict_fn gave {len(outputs)} outputs for a batch of {num_samples} samples: return one for "
-                "each sample"
-            )
+        check_number(outputs, num_samples, "predict_fn gave" if trainer.predict_fn else "the model gives")
         predictions.extend(itertools.islice(outputs, num_samples))
     return predictions
+
+
+def check_number(outputs: Any, num_samples: int, who: str) -> None:
+    """Raise ValueError unless there is an output for each sample."""
+    if isinstance(outputs, torch.Tensor) and not outputs.ndim:
+        words = "a single number"
+    elif not isinstance(outputs, Sized):
+        words = f"a {type(outputs).__name__}"
+    elif len(outputs) < num_samples:
+        words = counted(len(outputs), "output")
+    else:
+        return
+    raise ValueError(
+        f"{who} {words} for a batch of {counted(num_samples, 'sample')}: give the trainer a predict_fn that returns "
+        "one output for each sample"
+    )
 
 
 def _generated(trainer: Training, batch: Any, options: Mapping[str, Any]) -> torch.Tensor:

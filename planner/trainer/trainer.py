@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cost_models.checked_numbers import check_whole_number
+from cost_models.short_text import ShortRepr
 from planner.changing.freezing import Freezing
 from planner.compilation import compile
 from planner.targets import Target
@@ -45,8 +46,8 @@ class Moment:
         return due or self.ends
 
 
-@dataclass(frozen=True)
-class FitResult:
+@dataclass(frozen=True, repr=False)
+class FitResult(ShortRepr):
     """The result of ``fit``.
 
     Attributes:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cost_models.short_text import ShortRepr
 from runtime.execution.outputs import loss_of
 from runtime.state.tensor_difference import largest_difference, largest_size
 
@@ -23,8 +24,8 @@ ADAM_EPSILON = 1e-8
 ADAM_EPSILON_LOW_PRECISION = 1e-2
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(ShortRepr):
     """One tensor of the sharded model against the same on one device: largest difference over largest value.
 
     Attributes:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cost_models.short_text import ShortRepr
 from passes.ir.conversions import ALL_TO_ALL
 from passes.pipeline_cut import DATA_AXES
 from passes.plan import CollectivePlan, Plan
 from passes.plan.plan_data import OVER_PIECES, OVER_REPLICAS
-from passes.plan.text_tables import format_table
+from passes.plan.text_tables import format_table, table_in_width
 from planner.verification.comparison import Comparison
 from planner.whole_step.result.unit_collectives import AFTER
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+@dataclass(frozen=True, repr=False)
+class VerifyReport(ShortRepr):
     """The result of a verification.
 
     Attributes:
@@ -59,6 +60,9 @@ class VerifyReport:
     def ok(self) -> bool:
         agrees = all(comparison.error <= max(self.tolerance, comparison.rounding) for comparison in self.comparisons)
         return agrees and self.disagreement <= self.tolerance and self.collectives_as_planned
+
+    def __str__(self) -> str:
+        return table_in_width(self.table)
 
     def table(self) -> str:
         """The worst tensor of each kind, and the verdict."""

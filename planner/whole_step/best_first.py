@@ -374,7 +374,7 @@ class Search(CandidateProblems):
         if not entry.effort:
             self.counts["solved"] += 1
         gap = self.demands.gap / 2
-        cutoff = self._cutoff() / (1.0 - gap)  # what is given up within the gap of this is proved down to the search's
+        cutoff, gap_to_cutoff = self._stage_cutoff(gap)
         effort = entry.effort or (DIVE_EFFORT if self.diving else STAGE_EFFORT)
         self.stage_programs += max(1.0, effort / STAGE_EFFORT)
         solved = solve_stages(
@@ -383,6 +383,7 @@ class Search(CandidateProblems):
             deadline=self.deadline,
             cutoff=cutoff if cutoff < float("inf") else None,
             gap=gap,
+            gap_to_cutoff=gap_to_cutoff,
             proofs=entry.proofs,
             solver=self.demands.solver,
         )
@@ -397,6 +398,10 @@ class Search(CandidateProblems):
             self.counts["pruned by bound"] += solved.assignment is None
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
+
+    def _stage_cutoff(self, gap: float) -> tuple[float, float]:
+        """What a stage program has to beat, and by which share its bound may stay below that: down to the search's."""
+        return self._cutoff() / (1.0 - gap), gap
 
     def _with_fewer_bytes(self, entry: SearchEntry, bound: float) -> Iterator[SearchEntry]:
         """Yield the candidate under the next higher price of bytes: a slower sharding, but it may recompute, gather or

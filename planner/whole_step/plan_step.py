@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.text import counted
 from cost_models.unequal_devices import orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
@@ -285,7 +286,7 @@ class _Planner:
                 return plan
             slowest = plan.step.costs.seconds
         raise ValueError(
-            f"no plan takes {target:g} s a step: all {cluster.num_devices} devices of {cluster.name!r} take "
+            f"no plan takes {target:g} s a step: all {counted(cluster.num_devices, 'device')} of {cluster.name!r} take "
             f"{slowest:.3g} s; give more devices or a longer target_seconds"
         )
 

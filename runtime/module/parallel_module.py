@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost_models.short_text import fold
+from cost_models.text import counted
 from passes.emit import Program
 from passes.plan import Plan
 from passes.torch_compat.module_tables import has_hooks, share_content
@@ -28,7 +30,7 @@ from runtime.module.joined_calls import JoinedCalls
 from runtime.module.original_surface import LikeOriginal, OriginalSurface
 from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
-from runtime.parameters import ParameterTree, ShardedParameter
+from runtime.parameters import ParameterTree, ShardedParameter, local_of
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
 from runtime.zero.norm import clip_gradients, gradient_norm
@@ -69,6 +71,16 @@ class ParallelModule(
         self._tree = ParameterTree(engine.state, stages=engine.places.num_stages, shown=shown)
         share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
+
+    def __repr__(self) -> str:
+        """The plan and what this rank has of it; the tree of a submodule is that submodule's own text."""
+        if self._engine.waits:
+            return f"{type(self).__name__}(this rank has no part in the plan)"
+        here = [local_of(parameter).numel() for parameter in self.parameters()]
+        whole = sum(parameter.numel() for parameter in self.parameters())
+        words = f"{counted(len(here), 'parameter')} on this rank, {sum(here):,} of their {whole:,} elements"
+        plan = " ".join(repr(self.plan).split()) if self.is_planned else "planned at the first call"
+        return fold(f"{type(self).__name__}({plan}; {words})")
 
     @LikeOriginal
     def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:

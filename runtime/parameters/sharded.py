@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
+from cost_models.short_text import fold
 from runtime.parameters.tensors import ParameterTensor, of_parameter_over
 from runtime.state.owned import Owned
 from runtime.torch_compat.dtensors import (
@@ -200,10 +201,8 @@ class ShardedParameter(ParameterTensor):
         return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"ShardedParameter({self.path!r}, shape={list(self.shape)}, placements={self.placements}, "
-            f"local_tensor={local_part(self)})"
-        )
+        words = f"{self.path!r}, shape={list(self.shape)}, placements={self.placements}"
+        return f"{fold(f'ShardedParameter({words}), on this rank:')}\n{local_part(self)}"
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def _as_data(rule: ShardingRule) -> dict[str, Any]:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = list(path.parent.glob("*.json"))
+    files = [*path.parent.glob("*.json"), *path.parent.glob(".*.partial")]  # the latter of processes that were killed
     if len(files) >= MAX_FILES:
         for file in sorted(files, key=_age)[: MAX_FILES // 2]:
             file.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Any
 from cost_models import Cluster, CostModel
 from cost_models.cluster_graph import num_parts
 from cost_models.collectives import ALGORITHMS
+from cost_models.text import counted
 from passes.plan import CollectivePlan, Plan
 from passes.plan.plan_data import OVER_PIECES, OVER_REPLICAS
 from passes.plan.text_tables import format_bytes, format_seconds
@@ -129,9 +130,11 @@ def _picture(cluster: Cluster, axes: Mapping[str, int]) -> tuple[str, Any]:
     )
     rows = -(-len(shown) // width)
     if together > 1:
-        drawn, axis_labels = f"{together} devices a square, {ROW} squares a row", ("", "")
+        drawn, axis_labels = f"{counted(together, 'device')} a square, {ROW} squares a row", ("", "")
     else:
-        drawn = f"The first {len(shown)} of {total:,} devices" if total > len(shown) else f"All {total:,} devices"
+        part = "The first" if total > len(shown) else "All" if total > 1 else "The"
+        number = f"{len(shown)} of {total:,} devices" if total > len(shown) else counted(total, "device")
+        drawn = f"{part} {number}"
         drawn, axis_labels = f"{drawn}, a node a row", ("device of a node", "node")
     chart = plain_figure(
         height=max(140, min(620, 22 * rows + 80)), y_range=(rows, 0), x_range=(0, width), tools="save",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cost_models.simulator import Event, StepReport
+from cost_models.text import counted
 from passes.plan import Plan
 from passes.plan.text_tables import format_seconds
 from planner.inspection.html_report.report_section import (
@@ -48,7 +49,7 @@ def pipeline_section(plan: Plan, report: StepReport) -> ReportSection:
     ]
     schedule = "no pipeline" if len(report.ranks) == 1 else f"schedule {step.schedule}"
     summary = (
-        f"{len(report.ranks)} pipeline ranks, {step.num_microbatches} micro-batches, {schedule}: on average "
+        f"{len(report.ranks)} pipeline ranks, {counted(step.num_microbatches, 'micro-batch')}, {schedule}: on average "
         f"{report.bubble_fraction:.1%} of a rank's time is spent waiting for other ranks, {report.exposed_share:.1%} "
         "waiting for communication."
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.files import write_text
+from cost_models.text import counted
 from passes.plan import Plan
 from planner.inspection.baseline_comparison import ComparedLayout
 from planner.inspection.html_report.assumption_table import assumption_rows
@@ -74,7 +75,7 @@ def report_page(
     charts = {name: section.chart for name, section in sections.items() if section.chart is not None}
     return page_template(_FOLDER, "report.html.jinja").render(  # type: ignore[no-any-return]
         plan=plan,
-        title=f"{plan.model} on {plan.step.num_devices:,} devices",
+        title=f"{plan.model} on {counted(plan.step.num_devices, 'device')}",
         cards=headline(plan, device_hour_price=device_hour_price),
         sections=sections,
         **page_parts(charts),

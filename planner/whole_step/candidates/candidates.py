@@ -9,6 +9,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES, reason_not
+from cost_models.text import counted
 from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, ZERO_RANKS, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, MeshLayout, divisors, layouts, zero_groups
 from planner.whole_step.candidates.training_options import ZERO_STAGES
@@ -82,7 +83,7 @@ class Candidate:
         pipeline = f", {self.schedule}" if self.layout.pipeline > 1 else ""
         if self.chunks_per_rank > 1:
             pipeline += f" with {self.chunks_per_rank} chunks a rank"
-        return f"{self.layout}, {self.num_microbatches} micro-batches of {self.local_batch}{pipeline}"
+        return f"{self.layout}, {counted(self.num_microbatches, 'micro-batch')} of {self.local_batch}{pipeline}"
 
 
 @dataclass(frozen=True)

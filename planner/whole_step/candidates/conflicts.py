@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from cost_models.text import counted
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import candidates
 from planner.whole_step.candidates.demands import CHOICES, CHUNKS_PER_RANK, ZERO_RANKS, Demands
@@ -157,7 +158,7 @@ def _sizes(search: Search) -> dict[str, int]:
 def _figures(search: Search) -> str:
     sizes = _sizes(search)
     parts = f"{sizes['units']} part{'s' if sizes['units'] != 1 else ''}"
-    return f"{sizes['devices']} devices, a global batch of {sizes['batch']} and a model of {parts}"
+    return f"{counted(sizes['devices'], 'device')}, a global batch of {sizes['batch']} and a model of {parts}"
 
 
 def _demand(demands: Demands, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cost_models import Cluster
+from cost_models.text import counted
 from passes.plan.step_plan import RankMemory
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
@@ -36,21 +37,21 @@ def infeasible(search: Search, outcome: Outcome) -> NoPlan:
     if outcome.status == TIME_LIMIT:
         return NoPlan(
             f"no plan was found within time_limit = {search.time_limit:g} s, {outcome.counts['solved']} of "
-            f"{outcome.counts['enumerated']} candidates solved: give more time",
+            f"{counted(outcome.counts['enumerated'], 'candidate')} solved: give more time",
             proved=False,
         )
     if outcome.status == EFFORT_LIMIT:
         return NoPlan(
             f"no plan was found with max_programs = {search.max_programs:g}, {outcome.counts['solved']} of "
-            f"{outcome.counts['enumerated']} candidates solved: allow more programs",
+            f"{counted(outcome.counts['enumerated'], 'candidate')} solved: allow more programs",
             proved=False,
         )
     looks = Looks(LOOKS)
     nearest = closest(search, looks=looks)
     if nearest is None:
         return NoPlan(
-            f"no way to divide batch, sequence and tensors over {search.cluster.num_devices} devices meets the "
-            "demands: loosen fix, forbid or constraints, or take another number of devices"
+            f"no way to divide batch, sequence and tensors over {counted(search.cluster.num_devices, 'device')} meets "
+            "the demands: loosen fix, forbid or constraints, or take another number of devices"
         )
     helpful = "; or ".join(relaxations(search, nearest, looks=looks))
     return NoPlan(f"{_what_is_missing(search, nearest)}. What would help, each by itself: {helpful}")
