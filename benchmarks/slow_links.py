@@ -113,9 +113,9 @@ MOST = 0.02
 ABOUT = (
     "# DiLoCo beside synchronous training",
     "",
-    "`torchrun --nproc-per-node 4 -m benchmarks.slow_links`: the language model of `examples/`, from scratch, on four",
-    "ranks and on two islands of two, with as many tokens; the loss of held-out samples. A seed draws the weights at",
-    "first and the order of samples. Bytes a step are counted: what the first island sent to the other.",
+    "`torchrun --nproc-per-node {ranks} -m benchmarks.slow_links`: the language model of `examples/`, from scratch, on",
+    "{ranks} ranks and on two islands of {half}, with as many tokens; the loss of held-out samples. A seed draws the",
+    "weights at first and the order of samples. Bytes a step are counted: what the first island sent to the other.",
     "",
 )
 
@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400, help="of which each run has whole rounds of H")
     parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of both ways' AdamW")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--runs", type=int, nargs="+", default=range(len(RUNS)), help="rows of RUNS, from 0 on")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     process = planner.init()
@@ -158,7 +159,7 @@ def main() -> int:
     settings = train, held_out, options.steps, options.rate
     best = [synchronous(*settings, seed) for seed in options.seeds]
     lines = [
-        *ABOUT,
+        *(line.format(ranks=process.world_size, half=process.world_size // 2) for line in ABOUT),
         f"{options.steps} steps of {BATCH} samples, {parameters:,} parameters; seeds "
         f"{', '.join(map(str, options.seeds))}: synchronous loss {', '.join(f'{loss:.4f}' for loss in best)}",
         "",
@@ -167,7 +168,7 @@ def main() -> int:
         f"|{'---|' * 10}",
     ]
     is_exact, nearest = True, math.inf
-    for run in RUNS:
+    for run in (RUNS[number] for number in options.runs):
         losses, sents = zip(*(by_islands(run, *settings, seed) for seed in options.seeds))
         more = [loss / own - 1 for loss, own in zip(losses, best)]
         due = 4 * parameters * run.times_sent(options.steps)
