@@ -112,7 +112,7 @@ def counted(plan: dict[str, Any], islands: planner.Islands, wire_format: str | N
 
 def with_synchronous_start(payload: dict[str, Any], islands: planner.Islands) -> dict[str, Any]:
     """Losses, weights and bytes of a training whose first steps are synchronous, and whose gradients are clipped."""
-    losses, options = [], payload["synchronous start"]
+    losses, options = list[float](), payload["synchronous start"]
     with keep_float64():
         parallel, optimizer = compiled(islands, payload["plans"][islands.index], torch.float64)
         outer = planner.DiLoCo(parallel, optimizer, islands=islands, **options["options"])

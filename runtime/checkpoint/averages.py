@@ -107,5 +107,4 @@ def put_averages(content: Content, averages: Sequence[Averages], parameters: Map
             if full.startswith(prefix):
                 name = full.removeprefix(prefix)
                 parameter = parameters.get(name)
-                placed = isinstance(parameter, ShardedParameter)
-                own[name] = parameter.placed(piece.tensor) if placed else piece.tensor
+                own[name] = parameter.placed(piece.tensor) if isinstance(parameter, ShardedParameter) else piece.tensor

@@ -265,8 +265,8 @@ class CheckpointManager:
         requested, options = together(
             lambda: self._fit(parallel, model, optimizer, scheduler, stored.metadata, training), self._group
         )
-        device, averages = self._device_for(parallel), listed_averages(averages)
-        averaged = together(lambda: averages_to_load(owned, averages, stored.metadata, device), self._group)
+        device, listed = self._device_for(parallel), listed_averages(averages)
+        averaged = together(lambda: averages_to_load(owned, listed, stored.metadata, device), self._group)
         with_memory(model, owned, device)
         with_state_memory(requested, "cpu" if isinstance(optimizer, OffloadedOptimizer) else device)
         together(lambda: stored.read({**model, **requested.content, **averaged}, group=self._group), self._group)
@@ -274,7 +274,7 @@ class CheckpointManager:
             put_state(requested, optimizer)
             put_groups(optimizer, options)
         named = getattr(parallel, "named_parameters", None)
-        put_averages(averaged, averages, {} if named is None else dict(named(remove_duplicate=False)))
+        put_averages(averaged, listed, {} if named is None else dict(named(remove_duplicate=False)))
         if scheduler is not None:
             scheduler.load_state_dict(training["scheduler"])
         if data is not None:
