@@ -184,7 +184,6 @@ def compared(training: Training, folder: Path) -> dict[str, Any]:
             float((got[key] - one).abs().max() / one.abs().max())
             for got, wanted in ((found, weights), (found_average, average))
             for key, one in wanted.items()
-            if got or not training.checkpoint_every
         ),
         "steps": sorted({int(entry[0]) for entry in rows}),
         "lost": most_lost(folder),

@@ -32,7 +32,7 @@ class Training:
         pause: seconds that a step lasts at least.
         dies: a process, by its number, that kills itself within a step.
         die_together: processes that kill themselves in the same step, once all of them have come to its end.
-        checkpoint_every: steps from one checkpoint to the next; 0: averages of the weights and no checkpoints.
+        checkpoint_every: steps from one checkpoint to the next; 0: no checkpoints.
         points: at which a process dies, one after the other, each when as many as at first take part. While fewer do,
             no step begins before the next process is ready.
         take_in: as of ``Elastic.steps``; the last step but one waits for those that come, unless ``"always"``.
@@ -78,11 +78,11 @@ def train_elastically(training: Training, folder: Path) -> None:
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
     schedule = StepLR(optimizer, step_size=1, gamma=DECAY)
     average = {}
-    if parallel.has_work and not training.checkpoint_every:
+    if parallel.has_work:
         average = {name: one.detach().clone() for name, one in parallel.named_parameters()}
     to_keep: dict[str, Any] = {"averages": average, "take_in": training.take_in}
     if training.checkpoint_every:
-        to_keep = {"checkpoints": folder / "checkpoints", "checkpoint_every": training.checkpoint_every}
+        to_keep |= {"checkpoints": folder / "checkpoints", "checkpoint_every": training.checkpoint_every}
     fate = Fate(training.points, max(training.axes), folder)
     if job.joins:
         (folder / f"ready-{os.environ[MEMBER_VARIABLE]}").touch()

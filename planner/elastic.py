@@ -167,7 +167,7 @@ class Elastic:
                 checkpoint into the module and the optimizers, and says how many steps that has.
             checkpoints: in the place of ``restore``: a directory, on a file system that all processes share, into which
                 ``checkpoint_every`` steps are saved, and from whose newest checkpoint training goes on where copies do
-                not have the whole state, and in a job that is started anew. Of one optimizer, without ``averages``.
+                not have the whole state, and in a job that is started anew. Of one optimizer.
             take_in: when processes that come get a part: ``"if it pays"``, by the seconds that are predicted of the
                 steps that are left, of moving and, ``replan_seconds``, of making programs (else they wait, and are
                 taken in when another is lost); or ``"always"``.

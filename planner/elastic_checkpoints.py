@@ -23,7 +23,7 @@ class ElasticCheckpoints:
         optimizer, averages, carried: of the training, as ``Elastic.steps`` takes them.
 
     Raises:
-        ValueError: for what a checkpoint does not have: averages, and the state of several optimizers.
+        ValueError: for what a checkpoint does not have: the state of several optimizers.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class ElasticCheckpoints:
         if every < 1:
             raise ValueError(f"checkpoint_every={every}: at least 1 step from one checkpoint to the next")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        if len(optimizers) != 1 or averages:
+        if len(optimizers) != 1:
             raise ValueError(
-                f"checkpoints={str(directory)!r} has the state of one optimizer and no averages, but there are "
-                f"{len(optimizers)} optimizers{' and averages' if averages else ''}: store what you need yourself, and "
-                "give restore=, which loads it"
+                f"checkpoints={str(directory)!r} has the state of one optimizer, but there are {len(optimizers)}: "
+                "store what you need yourself, and give restore=, which loads it"
             )
         self.directory, self.every = Path(directory), every
         self._optimizer: torch.optim.Optimizer = optimizers[0]
+        self._averages = averages
         self._carried = list(carried) if isinstance(carried, Sequence) else [carried]
         self._manager: CheckpointManager | None = None
 
@@ -67,7 +67,8 @@ class ElasticCheckpoints:
         assert self._manager is not None
         try:
             states = [one.state_dict() for one in self._carried]
-            self._manager.save(parallel, self._optimizer, step=step, extra={"carried": states})
+            own = self._averages
+            self._manager.save(parallel, self._optimizer, step=step, extra={"carried": states}, averages=own)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
 
@@ -78,7 +79,7 @@ class ElasticCheckpoints:
             ValueError: as ``CheckpointManager.load``; if other things were carried then.
         """
         assert self._manager is not None
-        checkpoint = self._manager.load(parallel, self._optimizer)
+        checkpoint = self._manager.load(parallel, self._optimizer, averages=self._averages)
         states = checkpoint.extra["carried"] if isinstance(checkpoint.extra, dict) else []
         if len(states) != len(self._carried):
             raise ValueError(

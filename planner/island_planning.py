@@ -47,6 +47,8 @@ class IslandPlans:
         exchange_seconds: of one exchange of all parameters.
         wire_format: what it sends.
         loss_budget: that says H; None where H was given.
+        synchronous_share: of all steps, the first, in which islands exchange gradients.
+        gradient_seconds: of one exchange of all gradients, in float32.
     """
 
     cluster: IslandCluster
@@ -58,6 +60,8 @@ class IslandPlans:
     exchange_seconds: float
     wire_format: str
     loss_budget: float | None = None
+    synchronous_share: float = 0.0
+    gradient_seconds: float = 0.0
 
     @property
     def inner_seconds(self) -> float:
@@ -66,8 +70,10 @@ class IslandPlans:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step of DiLoCo, with its share of an exchange, which nothing hides."""
-        return self.inner_seconds + self.exchange_seconds / self.inner_steps
+        """Seconds of a step of DiLoCo with its share of exchanges, the mean over the training; nothing hides them."""
+        share = self.synchronous_share
+        exchanges = share * self.gradient_seconds + (1 - share) * self.exchange_seconds / self.inner_steps
+        return self.inner_seconds + exchanges
 
     @property
     def synchronous_seconds(self) -> float:
@@ -116,6 +122,9 @@ class IslandPlans:
             f"DiLoCo, H = {self.inner_steps}: {self.seconds:.4g} s a step, of which {self.exchange_seconds:.4g} s / "
             f"{self.inner_steps} for {self.wire_format} differences of all parameters"
         )
+        first = f", the first {self.synchronous_share:.0%} of the steps synchronous" if self.synchronous_share else ""
+        if first:
+            lines.append(f"  {first[2:]}: in each of these {self.gradient_seconds:.4g} s for float32 gradients instead")
         if self.loss_budget is not None:
             lines.append(
                 f"  H by a loss budget of {self.loss_budget:.2%}, as the DiLoCo paper has it of 150 million parameters "
@@ -123,7 +132,7 @@ class IslandPlans:
             )
         for index, (plan, batch) in enumerate(zip(self.islands, self.batches)):
             lines.append(f"  island {index}: {batch} samples in {step_seconds(plan):.4g} s, {_axes(plan)}")
-        chosen = f"DiLoCo with H = {self.inner_steps}" if self.meets_rarely else "synchronous"
+        chosen = f"DiLoCo with H = {self.inner_steps}{first}" if self.meets_rarely else "synchronous"
         if self.chooses_none:
             chosen = "none within the loss budget"
         return "\n".join([*lines, f"chosen: {chosen}"]) + "\n"
@@ -137,6 +146,7 @@ def plan_islands(
     loss_budget: float = LOSS_BUDGET,
     inner_steps: int | None = None,
     wire_format: str = "float32",
+    synchronous_share: float = 0.0,
     **options: Any,
 ) -> IslandPlans:
     """Plan all islands as one cluster, and each alone, and price both.
@@ -146,11 +156,12 @@ def plan_islands(
         loss_budget: how much more perplexity than a synchronous run's is accepted, see ``largest_inner_steps``.
         inner_steps: H; None: the largest within the budget.
         wire_format: what DiLoCo sends.
+        synchronous_share: of all steps, the first, that DiLoCo takes synchronously (its ``synchronous_steps``).
         options: of ``planner.plan``, for each of the plans.
 
     Raises:
         ValueError: as ``planner.plan`` for an island; for a global batch with less than a sample for each; for
-            ``inner_steps`` below 1, and a format that there is not.
+            ``inner_steps`` below 1, a share that is none, and a format that there is not.
     """
     from planner.planning import plan
     from planner.whole_step.candidates.demands import check_count
@@ -160,6 +171,11 @@ def plan_islands(
     check_count("global_batch", global_batch)
     if inner_steps is not None and inner_steps < 1:
         raise ValueError(f"inner_steps={inner_steps}: it must be at least 1")
+    if not 0 <= synchronous_share < 1:
+        raise ValueError(
+            f"synchronous_share={synchronous_share}: the share of all steps in which islands exchange gradients, of at "
+            "least 0 and below 1 (0.25: the first quarter)"
+        )
     allowed = largest_inner_steps(loss_budget) if inner_steps is None else inner_steps
     batches = shares_of(global_batch, [_arithmetic(island) for island in cluster.islands])
     alone: list[Plan] = []
@@ -176,7 +192,10 @@ def plan_islands(
     seconds = exchange(WIRE_BYTES[wire_format] * elements)
     budget = loss_budget if inner_steps is None else None
     plans = tuple(alone), tuple(batches)
-    return IslandPlans(cluster, synchronous, obstacle, *plans, allowed, seconds, wire_format, budget)
+    gradients = cluster.exchange_seconds(WIRE_BYTES["float32"] * elements)
+    return IslandPlans(
+        cluster, synchronous, obstacle, *plans, allowed, seconds, wire_format, budget, synchronous_share, gradients
+    )
 
 
 def step_seconds(plan: Plan) -> float:

@@ -110,6 +110,28 @@ def counted(plan: dict[str, Any], islands: planner.Islands, wire_format: str | N
     return {"counted": by_rank[0][0] + by_rank[1][0], "said": by_rank[0][1] + by_rank[1][1]}
 
 
+def with_synchronous_start(payload: dict[str, Any], islands: planner.Islands) -> dict[str, Any]:
+    """Losses, weights and bytes of a training whose first steps are synchronous, and whose gradients are clipped."""
+    losses, options = list[float](), payload["synchronous start"]
+    with keep_float64():
+        parallel, optimizer = compiled(islands, payload["plans"][islands.index], torch.float64)
+        outer = planner.DiLoCo(parallel, optimizer, islands=islands, **options["options"])
+        with SlowLink() as link:
+            for step in range(options["steps"]):
+                losses.append(float(parallel.train_step(*mlp_batch(seed=1000 * islands.index + step))))
+                outer.average_gradients()
+                parallel.clip_grad_norm_(options["max_norm"])
+                outer.step()
+                outer.zero_grad()
+        by_rank = gathered((losses, link.num_bytes, outer.bytes_sent))
+        return {
+            "losses": [by_rank[0][0], by_rank[2][0]],
+            "weights": weights(parallel),
+            "counted": by_rank[0][1] + by_rank[1][1],
+            "said": by_rank[0][2] + by_rank[1][2],
+        }
+
+
 def refused(islands: planner.Islands) -> list[str]:
     messages = []
     parallel, optimizer = compiled(islands, {"dp": 2}, torch.float32)
@@ -118,6 +140,7 @@ def refused(islands: planner.Islands) -> list[str]:
         {"inner_steps": 2, "fragments": 3},
         {"inner_steps": 0},
         {"inner_steps": 2, "wire_format": "int4"},
+        {"inner_steps": 2, "synchronous_steps": -1},
     ):
         try:
             planner.DiLoCo(parallel, optimizer, islands=islands, **options)
@@ -130,6 +153,7 @@ def main() -> None:
     payload = task()
     islands = planner.Islands(2)
     result: dict[str, Any] = {"parity": parity(payload, islands), "refused": refused(islands)}
+    result["synchronous start"] = with_synchronous_start(payload, islands)
     result["bytes"] = [counted(plan, islands, wire) for plan, wire in payload["counted"]]
     answer(result)
 

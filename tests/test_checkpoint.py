@@ -47,6 +47,25 @@ def test_training_goes_on_with_the_same_losses(tmp_path: Path) -> None:
         assert again.losses(range(step, step + 2)) == expected
 
 
+def test_averages_of_the_weights_come_back_and_are_as_many_as_were_saved(tmp_path: Path) -> None:
+    first, again = (Training("dp=1") for _ in range(2))
+    averages = [{name: factor * one.detach() for name, one in first.parallel.named_parameters()} for factor in (2, 3)]
+    manager = CheckpointManager(tmp_path)
+    manager.save(first.parallel, step=1, averages=averages)
+    loaded: list[dict[str, torch.Tensor]] = [{}, {"other": torch.ones(1)}]
+    manager.load(again.parallel, averages=loaded)
+    for own, wanted in zip(loaded, averages, strict=True):
+        assert own.keys() == wanted.keys()
+        for name, one in again.parallel.named_parameters():
+            assert torch.equal(own[name], wanted[name])
+            assert getattr(own[name], "placements", None) == getattr(one, "placements", None)
+    manager.load(again.parallel)
+    with pytest.raises(ValueError, match="has 2 averages of the weights, 1 are asked for"):
+        manager.load(again.parallel, averages={})
+    with pytest.raises(ValueError, match="the averages have 'other' of shape"):
+        manager.save(first.parallel, step=2, averages={"other": torch.ones(1)})
+
+
 def test_what_lies_on_the_host_does_so_whatever_the_default_device(tmp_path: Path) -> None:
     """A script on GPUs may say ``torch.set_default_device("cuda")``; tensors of meta have no bytes to read into."""
     first, again = (Training("dp=1") for _ in range(2))

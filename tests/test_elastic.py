@@ -147,6 +147,23 @@ def test_a_process_that_comes_behind_the_end_waits_for_nobody(monkeypatch: pytes
     process.leave()
 
 
+def test_one_that_is_left_hears_of_a_loss_though_there_are_too_few_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two, and two are needed: there is no round until another has started, which may take long."""
+    monkeypatch.setattr(connections._noted, "is_on", False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = JobProcess({STORE_VARIABLE: f"127.0.0.1:{store.port}", MEMBER_VARIABLE: "1"})
+    leader = Leader(store, first=2, least=2)
+    process.arrive()
+    announce(store, "arrival", 2)
+    leader.look()
+    process.round = process.newer_round()
+    announce(store, "departure", 2)
+    leader.look()
+    assert process.newer_round() is None
+    assert process.heard_of_a_loss(RuntimeError("Connection reset by peer"))
+    process.leave()
+
+
 def test_connections_are_closed_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections._noted, "is_on", True)
     with connections.recorded():

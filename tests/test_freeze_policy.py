@@ -34,6 +34,8 @@ def test_a_schedule_and_a_rule_of_ones_own() -> None:
         counts.append(frozen)
     assert counts == [0, 0, 1, 1, 1, 3, 3]
     assert planner.FreezePolicy(4, lambda decision, frozen, norms: decision // 2).next(5, 0) == 2
+    with pytest.raises(ValueError, match="1 layers are to be frozen from 5 on, and 3 before it: frozen layers stay"):
+        planner.FreezePolicy.scheduled(4, {5: 1, 2: 3})
     with pytest.raises(ValueError, match="freezes 9 layers"):
         planner.FreezePolicy(4, lambda decision, frozen, norms: 9).next(0, 0)
     with pytest.raises(ValueError, match=r"the rule freezes=1.5: give a whole number"):

@@ -44,6 +44,21 @@ def test_the_choice_changes_at_the_bandwidth_at_which_both_take_as_long() -> Non
     assert above.meets_rarely and f"chosen: DiLoCo with H = {H}" in above.summary()
 
 
+def test_synchronous_steps_at_first_count_in_the_choice() -> None:
+    """A quarter of the steps sends all gradients: the break-even is where a slower link could do without it."""
+    slow = planned(1.0, inner_steps=H, synchronous_share=0.25, wire_format="bfloat16")
+    assert slow.gradient_seconds == pytest.approx(4 * PARAMETERS)
+    assert slow.exchange_seconds == pytest.approx(2 * PARAMETERS)  # gathered: of two islands, the differences once
+    assert slow.seconds - slow.inner_seconds == pytest.approx((0.25 * 4 + 0.75 * 2 / H) * PARAMETERS)
+    even = (0.25 * 4 + 0.75 * 4 / H) * PARAMETERS / (slow.synchronous_seconds - slow.inner_seconds)
+    below, above = (planned(even * factor, inner_steps=H, synchronous_share=0.25) for factor in (0.999, 1.001))
+    assert not below.meets_rarely and planned(even * 0.999).meets_rarely
+    assert above.meets_rarely
+    assert f"chosen: DiLoCo with H = {H}, the first 25% of the steps synchronous\n" in above.summary()
+    with pytest.raises(ValueError, match="synchronous_share=1"):
+        planned(1.0, synchronous_share=1)
+
+
 def test_where_neither_way_is_possible_nothing_is_saved(tmp_path: Path) -> None:
     plans = dataclasses.replace(planned(1.0), synchronous=None, obstacle="unlike islands", inner_steps=1)
     assert "chosen: none within the loss budget" in plans.summary()

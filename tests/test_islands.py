@@ -17,6 +17,8 @@ H, FRAGMENTS, STEPS, SAVED = 4, 3, 11, 5
 #: Plans of the two islands, and those under which they go on from a checkpoint.
 PLANS = ({"dp": 2}, {"tp": 2})
 RESUMED = ({"pp": 2, "dp": 1}, {"dp": 2, "zero": 3})
+#: Three synchronous steps, and two rounds of two behind them.
+SYNCHRONOUS_START = {"options": {"inner_steps": 2, "synchronous_steps": 3}, "steps": 7, "max_norm": 0.5}
 COUNTED = (({"dp": 2}, None), ({"tp": 2}, None), ({"dp": 2}, "bfloat16"))
 
 
@@ -24,6 +26,7 @@ COUNTED = (({"dp": 2}, None), ({"tp": 2}, None), ({"dp": 2}, "bfloat16"))
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("islands")
     payload = {"H": H, "fragments": FRAGMENTS, "steps": STEPS, "saved": SAVED, "plans": PLANS, "resumed": RESUMED}
+    payload["synchronous start"] = SYNCHRONOUS_START
     return run_on_ranks("islands_worker", 4, {**payload, "counted": COUNTED, "folder": str(folder)}, timeout=PATIENCE)
 
 
@@ -88,6 +91,57 @@ def test_a_checkpoint_goes_on_under_other_plans(result: dict[str, Any]) -> None:
     assert result["parity"]["resumed"] == [pytest.approx(one[SAVED:], rel=1e-9) for one in whole]
 
 
+def synchronous_start_alone() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Both islands in one process: AdamW on the mean of their gradients, then rounds of DiLoCo."""
+    models = [seeded(Mlp) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    losses: list[list[float]] = [[], []]
+    outer = torch.optim.SGD(
+        [torch.zeros_like(one) for one in models[0].parameters()], lr=0.7, momentum=0.9, nesterov=True
+    )
+    copies = outer.param_groups[0]["params"]
+    for step in range(7):
+        for index, model in enumerate(models):
+            batch = mlp_batch(seed=1000 * index + step)
+            model.zero_grad()
+            loss = squared_error(model(batch[0]), batch)
+            loss.backward()
+            losses[index].append(loss.item())
+        both = list(zip(*(model.parameters() for model in models)))
+        if step < 3:
+            for one, other in both:
+                mean = (one.grad + other.grad) / 2
+                one.grad, other.grad = mean, mean.clone()
+        for model, optimizer in zip(models, optimizers):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        if step == 2:
+            for copy_, (one, _) in zip(copies, both):
+                copy_.copy_(one.detach())
+        if step in (4, 6):
+            for copy_, (one, other) in zip(copies, both):
+                copy_.grad = copy_ - (one.detach() + other.detach()) / 2
+            outer.step()
+            for copy_, pair in zip(copies, both):
+                for own in pair:
+                    own.data.copy_(copy_)
+    return losses, models[0].state_dict()
+
+
+def test_the_first_steps_are_those_of_one_that_sees_all_samples(result: dict[str, Any]) -> None:
+    """Also where gradients are clipped; of each such step the gradients are sent, and then the weights once."""
+    losses, weights = synchronous_start_alone()
+    own = result["synchronous start"]
+    assert own["losses"] == [pytest.approx(one, rel=1e-9) for one in losses]
+    for name, value in weights.items():
+        torch.testing.assert_close(
+            torch.tensor(own["weights"][0][name], dtype=torch.float64), value, rtol=1e-9, atol=1e-12
+        )
+    assert own["weights"][0] == own["weights"][1]
+    parameters = sum(value.numel() for value in Mlp().parameters())
+    assert own["counted"] == own["said"] == (3 + 1 + 2) * 8 * parameters
+
+
 def test_the_slow_link_carries_each_parameter_once_in_H_steps(result: dict[str, Any]) -> None:
     parameters = sum(value.numel() for value in Mlp().parameters())
     assert [case["counted"] for case in result["bytes"]] == [2 * 4 * parameters, 2 * 4 * parameters, 2 * 2 * parameters]
@@ -95,10 +149,11 @@ def test_the_slow_link_carries_each_parameter_once_in_H_steps(result: dict[str, 
 
 
 def test_what_cannot_be_is_refused(result: dict[str, Any]) -> None:
-    differing, too_many, too_few, unknown = result["refused"]
+    differing, too_many, too_few, unknown, negative = result["refused"]
     assert "must be the same on all ranks" in differing
     assert "fragments=3" in too_many and "inner_steps=0" in too_few
     assert "float32, bfloat16, float16, int8" in unknown
+    assert "synchronous_steps=-1: give a whole number, at least 0" in negative
 
 
 def test_an_outer_optimizer_that_counts_its_steps_keeps_its_count() -> None:

@@ -163,12 +163,13 @@ def test_schedules_from_files(tmp_path: Path) -> None:
         f"steps = 10\n{freeze}[adaptive]\nalpha = 0.5\nevery = 2\n": "either",
         f"steps = 3\n{freeze}": "freezes within 1 to 2",
         f"steps = 10\n{freeze}{freeze}": "twice",
-        f"steps = 10\nlayer = 1\n{freeze}": "layer",
+        f"steps = 10\nlayer = 1\n{freeze}": r"schedule\.toml': the schedule has an unknown field 'layer'",
+        f"steps = 10\n{freeze}{freeze.replace('3', '5')}": "1 layers .* from step 5 on, and 1 from step 3 on",
         f"steps = 10\nsteps_of_epoch = 0\n{freeze}": "steps_of_epoch",
         "steps = 10\n[adaptive]\nalpha = 1.5\nevery = 2\n": "alpha",
     }.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             FreezeSchedule.from_toml(path).phases(12)
-    with pytest.raises(ValueError, match="0 to 2 layers"):
+    with pytest.raises(ValueError, match="5 layers are to be frozen from 3 on: give numbers from 0 to 2"):
         FreezeSchedule(10, {3: 5}).phases(2)

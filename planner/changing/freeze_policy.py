@@ -43,11 +43,21 @@ class FreezePolicy:
         """``frozen`` says how many layers are frozen from which decision on.
 
         Raises:
-            ValueError: for numbers of layers that the model has not.
+            ValueError: for numbers of layers that the model has not, and for fewer later on.
         """
-        for decision, count in frozen.items():
+        before = 0
+        for decision, count in sorted(frozen.items()):
             if not 0 <= count <= num_layers or decision < 0:
-                raise ValueError(f"{{{decision}: {count}}}: give decisions from 0 on, and 0 to {num_layers} layers")
+                raise ValueError(
+                    f"{count} layers are to be frozen from {decision} on: give numbers from 0 to {num_layers}, as many "
+                    "layers as the model has, from 0 or later on"
+                )
+            if count < before:
+                raise ValueError(
+                    f"{count} layers are to be frozen from {decision} on, and {before} before it: frozen layers stay "
+                    "frozen, so give as many or more each time"
+                )
+            before = count
 
         def rule(decision: int, before: int, norms: Sequence[float]) -> int:
             return max((count for start, count in frozen.items() if start <= decision), default=before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from cost_models.checked_numbers import check_whole_number
 from cost_models.fields import as_table, check_finite, check_keys, get_count, get_number, get_seconds, get_tables
 from cost_models.files import read_toml
+from cost_models.text import printable
 from planner.changing.freeze_policy import FreezePolicy
 
 #: Decisions of the adaptive rule that are looked at: a plan is searched for each that freezes more.
@@ -38,7 +40,8 @@ class FreezeSchedule:
         steps_of_epoch: until each sample was seen once; None: not known, as only a cache needs it.
 
     Raises:
-        ValueError: for steps outside of the training, and for both or neither of the two ways to say it.
+        ValueError: for steps outside of the training, layers that do not grow, and for both or neither of the two ways
+            to say it.
     """
 
     steps: int
@@ -50,14 +53,19 @@ class FreezeSchedule:
 
     def __post_init__(self) -> None:
         if bool(self.frozen) is (self.alpha is not None):
-            raise ValueError(
-                "a freeze schedule has either [[freeze]] tables (step, layers) or one [adaptive] (alpha, every)"
-            )
+            raise ValueError("a schedule has either [[freeze]] tables (step, layers) or one [adaptive] (alpha, every)")
         for step in (*self.frozen, *([] if self.every is None else [self.every])):
             if not 0 < step < self.steps:
                 raise ValueError(
-                    f"step {step} of the freeze schedule: a training of {self.steps} steps freezes within 1 to "
+                    f"step {step} of the schedule: a training of {self.steps} steps freezes within 1 to "
                     f"{self.steps - 1}"
+                )
+        steps = sorted(self.frozen)
+        for before, step in itertools.pairwise(steps):
+            if self.frozen[step] <= self.frozen[before]:
+                raise ValueError(
+                    f"{self.frozen[step]} layers are to be frozen from step {step} on, and {self.frozen[before]} from "
+                    f"step {before} on: frozen layers stay frozen, so give more each time"
                 )
         if self.replan_seconds is not None and self.replan_seconds < 0:
             raise ValueError(f"replan_seconds = {self.replan_seconds}: seconds of at least 0")
@@ -72,10 +80,17 @@ class FreezeSchedule:
             ValueError: for what no schedule can be.
         """
         table = read_toml(path, what="freeze schedule")
-        check_finite(table, "the freeze schedule")
-        check_keys(table, ("steps", "replan_seconds", "steps_of_epoch", "freeze", "adaptive"), "the freeze schedule")
+        try:
+            return FreezeSchedule._of(table)
+        except ValueError as error:
+            raise ValueError(f"freeze schedule '{printable(str(path))}': {error}") from error
+
+    @staticmethod
+    def _of(table: dict[str, Any]) -> FreezeSchedule:
+        check_finite(table, "the schedule")
+        check_keys(table, ("steps", "replan_seconds", "steps_of_epoch", "freeze", "adaptive"), "the schedule")
         frozen: dict[int, int] = {}
-        for entry in get_tables(table, "freeze", "the freeze schedule") if "freeze" in table else []:
+        for entry in get_tables(table, "freeze", "the schedule") if "freeze" in table else []:
             check_keys(entry, ("step", "layers"), "[[freeze]]")
             step = get_count(entry, "step", "[[freeze]]")
             if step in frozen:
@@ -90,10 +105,10 @@ class FreezeSchedule:
                 "every": get_count(adaptive, "every", "[adaptive]"),
             }
         if "replan_seconds" in table:
-            rule["replan_seconds"] = get_seconds(table, "replan_seconds", "the freeze schedule")
+            rule["replan_seconds"] = get_seconds(table, "replan_seconds", "the schedule")
         if "steps_of_epoch" in table:
-            rule["steps_of_epoch"] = get_count(table, "steps_of_epoch", "the freeze schedule")
-        return FreezeSchedule(get_count(table, "steps", "the freeze schedule"), frozen, **rule)
+            rule["steps_of_epoch"] = get_count(table, "steps_of_epoch", "the schedule")
+        return FreezeSchedule(get_count(table, "steps", "the schedule"), frozen, **rule)
 
     def phases(self, num_layers: int) -> tuple[FreezePhase, ...]:
         """The training of a model with so many layers; the first phase has nothing frozen.

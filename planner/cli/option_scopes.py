@@ -17,7 +17,7 @@ _SEARCH = frozenset(
 
 #: Of ``--serve``, of islands, and of a cache of frozen layers' outputs.
 SERVING = frozenset(("serve", "prompt_len", "new_tokens", "batch"))
-ISLANDS = frozenset(("loss_budget", "inner_steps", "wire_format"))
+ISLANDS = frozenset(("loss_budget", "inner_steps", "wire_format", "synchronous_share"))
 CACHING = frozenset(("cache_memory", "cache_disk", "cache_speed"))
 
 #: What may be set beside ``--serve``, beside a cluster of islands, and beside ``--freeze``.

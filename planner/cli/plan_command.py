@@ -142,6 +142,12 @@ def add_plan(commands: Any) -> None:
     )
     islands.add_argument("--inner-steps", type=count, metavar="H", help="H itself, in the place of --loss-budget")
     islands.add_argument("--wire-format", metavar="DTYPE", help="float32 (default), bfloat16, float16 or int8")
+    islands.add_argument(
+        "--synchronous-share",
+        type=float,
+        metavar="SHARE",
+        help="of all steps, the first, in which islands exchange gradients (default: 0)",
+    )
     parser.set_defaults(command=lambda options: run_plan(options, parser))
     _add_step_arguments(
         parser.add_argument_group("planning a whole step (without --mesh, or with --mesh and any of these)")

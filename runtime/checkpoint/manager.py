@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from runtime.agreement.ranks_together import gathered, num_ranks, rank_in, together
 from runtime.checkpoint import directory as folders
+from runtime.checkpoint.averages import Averages, averages_to_load, averages_to_save, listed_averages, put_averages
 from runtime.checkpoint.folder_storage import StoredCheckpoint, put_object, reason_of, write
 from runtime.checkpoint.model_state import check_model_names, model_to_load, model_to_save, with_memory
 from runtime.checkpoint.optimizer_state import (
@@ -120,6 +121,7 @@ class CheckpointManager:
         scheduler: Any = None,
         data: Any = None,
         extra: Any = None,
+        averages: Averages | Sequence[Averages] = (),
     ) -> Path:
         """Store the state of training.
 
@@ -129,18 +131,22 @@ class CheckpointManager:
                 also be plain data. The first rank's is stored.
             extra: plain data: numbers, texts, None, lists, tuples, dicts, sets, bytes, arrays, tensors. The first
                 rank's is stored.
+            averages: of the weights, by name and placed as the parameters are, as of ``parallel.replan``.
 
         Returns:
             where the checkpoint is (or, if it is written in the background, will be).
 
         Raises:
             ValueError: on all ranks, if a tensor is on meta, the optimizer keeps state of other shapes than its
-                parameters', ranks have different parameter groups, something to be stored is not plain data, another
-                job saves into the directory, or the files cannot be written.
+                parameters', an average is not placed as its parameter, ranks have different parameter groups,
+                something to be stored is not plain data, another job saves into the directory, or the files cannot be
+                written.
         """
         self.wait()
         _let_others_join(parallel)
-        content, groups, device = together(lambda: self._content(parallel, optimizer), self._group)
+        content, groups, device = together(
+            lambda: self._content(parallel, optimizer, listed_averages(averages)), self._group
+        )
         # The same on all ranks, so that none needs to tell the others of an error.
         merged = merged_groups(gathered(groups, self._group))
         training = {
@@ -180,11 +186,11 @@ class CheckpointManager:
         return folders.start(self.directory, step)
 
     def _content(
-        self, parallel: Owner, optimizer: torch.optim.Optimizer | None
+        self, parallel: Owner, optimizer: torch.optim.Optimizer | None, averages: Sequence[Averages]
     ) -> tuple[Content, tuple[Group, ...], torch.device | None]:
         """What this rank writes, the optimizer's groups, and the accelerator that the model is on."""
         owned = named_alike(parallel.owned(), parallel.state_names)
-        content = model_to_save(owned)
+        content = {**model_to_save(owned), **averages_to_save(owned, averages)}
         groups: tuple[Group, ...] = ()
         if optimizer is not None:
             content.update(optimizer_to_save(owned, optimizer))
@@ -235,6 +241,7 @@ class CheckpointManager:
         data: Any = None,
         step: int | None = None,
         trust: bool = False,
+        averages: Averages | Sequence[Averages] = (),
     ) -> Checkpoint:
         """Go back to a checkpoint, of any plan of the same model.
 
@@ -244,6 +251,7 @@ class CheckpointManager:
             optimizer, scheduler, data: get their stored state (``data`` by ``load_state_dict``); None leaves it out.
             step: which checkpoint; None for the latest.
             trust: also load what an earlier version wrote, which may run code of whoever wrote it.
+            averages: get the stored ones in the place of what they hold, as many as were saved; none leaves them out.
 
         Raises:
             ValueError: on all ranks, if there is none, or it is cut short, damaged, of another kind, of another model
@@ -257,13 +265,16 @@ class CheckpointManager:
         requested, options = together(
             lambda: self._fit(parallel, model, optimizer, scheduler, stored.metadata, training), self._group
         )
-        device = self._device_for(parallel)
+        device, listed = self._device_for(parallel), listed_averages(averages)
+        averaged = together(lambda: averages_to_load(owned, listed, stored.metadata, device), self._group)
         with_memory(model, owned, device)
         with_state_memory(requested, "cpu" if isinstance(optimizer, OffloadedOptimizer) else device)
-        together(lambda: stored.read({**model, **requested.content}, group=self._group), self._group)
+        together(lambda: stored.read({**model, **requested.content, **averaged}, group=self._group), self._group)
         if optimizer is not None:
             put_state(requested, optimizer)
             put_groups(optimizer, options)
+        named = getattr(parallel, "named_parameters", None)
+        put_averages(averaged, listed, {} if named is None else dict(named(remove_duplicate=False)))
         if scheduler is not None:
             scheduler.load_state_dict(training["scheduler"])
         if data is not None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Round, announce
+from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, News, Round, announce
 from runtime.launch.process import Process, init_in_round
 from runtime.torch_compat.connections import can_close_connections, close_recorded, record_connections, recorded
 
@@ -156,15 +156,16 @@ class JobProcess:
             raise
 
     def _look_out(self, store: dist.Store) -> None:
-        """Close the connections of the present round as soon as one of its members is gone."""
+        """Close the connections of the present round as soon as one of its members is gone.
+
+        Not only when there is a round without it: while fewer than the least are left there is none.
+        """
+        departures, gone = News(store, "departure"), set[int]()
         try:
             while not self._ended.wait(LOOK_SECONDS):
-                newest = Round.newest(store)
+                gone.update(departures.since_last_time())
                 with self._between_rounds:
-                    present = self.round
-                    if present is None or newest is None or newest.number < present.number:
-                        continue
-                    if present.lost(newest):
+                    if self.round is not None and not gone.isdisjoint(self.round.members):
                         self._lost.set()
                         # At each look: a group that was being made may have connected since.
                         close_recorded()

@@ -47,6 +47,19 @@ def announce(store: dist.Store, what: str, member: int) -> None:
     store.add(f"{what}s", 1)
 
 
+class News:
+    """Who has come (``"arrival"``), or is gone (``"departure"``), each told once."""
+
+    def __init__(self, store: dist.Store, what: str) -> None:
+        self._store, self._what, self._seen = store, what, 0
+
+    def since_last_time(self) -> Iterator[int]:
+        """Numbers of the processes, in the order in which that was announced."""
+        while self._store.check([f"{self._what}/{self._seen + 1}"]):
+            self._seen += 1
+            yield int(self._store.get(f"{self._what}/{self._seen}"))
+
+
 @dataclass
 class Leader:
     """Makes the rounds.
@@ -61,15 +74,17 @@ class Leader:
     first: int
     least: int
     _present: list[int] = field(default_factory=list)
-    _seen: dict[str, int] = field(default_factory=lambda: {"arrival": 0, "departure": 0})
     _number: int = 0
     _members: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._arrivals, self._departures = (News(self.store, what) for what in ("arrival", "departure"))
 
     def look(self) -> None:
         """Take up who has come and gone since the last time; make a round if that changes the members."""
         # Who came last stands last: ranks keep their order.
-        self._present += [member for member in self._news("arrival") if member not in self._present]
-        gone = set(self._news("departure"))
+        self._present += [one for one in self._arrivals.since_last_time() if one not in self._present]
+        gone = set(self._departures.since_last_time())
         self._present = [member for member in self._present if member not in gone]
         if len(self._present) >= self.needed and tuple(self._present) != self._members:
             self._number, self._members = self._number + 1, tuple(self._present)
@@ -80,8 +95,3 @@ class Leader:
     def needed(self) -> int:
         """How many processes the next round needs."""
         return self.least if self._number else self.first
-
-    def _news(self, what: str) -> Iterator[int]:
-        while self.store.check([f"{what}/{self._seen[what] + 1}"]):
-            self._seen[what] += 1
-            yield int(self.store.get(f"{what}/{self._seen[what]}"))

@@ -17,6 +17,7 @@ class ExchangeNote:
         fragments: what it is about to exchange.
         frozen, trained: bits of the parameters that it holds, by their numbers.
         thawed: a parameter that was frozen when the optimizer was made and trains now, else empty.
+        gradients: bits of those that have one, where gradients are about to be exchanged.
     """
 
     step: int
@@ -24,10 +25,19 @@ class ExchangeNote:
     frozen: int
     trained: int
     thawed: str = ""
+    gradients: int = 0
 
 
-def agreed_frozen(note: ExchangeNote, numbers: Mapping[str, int]) -> frozenset[str]:
-    """Names of the parameters that are frozen on all ranks that hold them; all ranks must ask.
+@dataclass(frozen=True)
+class Agreement:
+    """Names of the parameters that are frozen on all ranks that hold them, and that have a gradient on any."""
+
+    frozen: frozenset[str]
+    with_gradients: frozenset[str]
+
+
+def agreed(note: ExchangeNote, numbers: Mapping[str, int]) -> Agreement:
+    """What all ranks say together; all must ask.
 
     Args:
         numbers: of the parameters, by name.
@@ -48,13 +58,17 @@ def agreed_frozen(note: ExchangeNote, numbers: Mapping[str, int]) -> frozenset[s
                 f"rank {rank}: {one.thawed!r} was frozen when planner.DiLoCo was made, so islands do not exchange it, "
                 "and trains now: make DiLoCo again"
             )
-    frozen, trained = 0, 0
+    frozen, trained, gradients = 0, 0, 0
     for one in notes:
-        frozen, trained = frozen | one.frozen, trained | one.trained
-    differing = [name for name, number in numbers.items() if frozen & trained & (1 << number)]
+        frozen, trained, gradients = frozen | one.frozen, trained | one.trained, gradients | one.gradients
+    differing = _named(frozen & trained, numbers)
     if differing:
         raise ValueError(
             f"{differing[0]!r} is frozen on some ranks and trains on others: freeze the same parameters on all islands "
             "after the same step"
         )
-    return frozenset(name for name, number in numbers.items() if frozen & (1 << number))
+    return Agreement(frozenset(_named(frozen, numbers)), frozenset(_named(gradients, numbers)))
+
+
+def _named(bits: int, numbers: Mapping[str, int]) -> list[str]:
+    return [name for name, number in numbers.items() if bits & (1 << number)]

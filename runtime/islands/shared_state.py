@@ -50,8 +50,8 @@ def shared_state(
     if len(set(arguments_by_rank)) > 1:
         rank = next(rank for rank, other in enumerate(arguments_by_rank) if other != arguments_by_rank[0])
         raise ValueError(
-            "islands, inner_steps, fragments and wire_format must be the same on all ranks: rank 0 has "
-            f"{arguments_by_rank[0]}, rank {rank} {arguments_by_rank[rank]}"
+            "islands, inner_steps, fragments, wire_format and synchronous_steps must be the same on all ranks: rank 0 "
+            f"has {arguments_by_rank[0]}, rank {rank} {arguments_by_rank[rank]}"
         )
     facts: dict[str, tuple[tuple[int, ...], bool]] = {}
     holders: dict[str, list[dict[Extent, tuple[int, ...]]]] = {}

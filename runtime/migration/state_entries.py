@@ -6,21 +6,19 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
+from runtime.checkpoint.averages import Averages, average_pieces
 from runtime.checkpoint.model_state import PREFIX, model_to_save
 from runtime.checkpoint.optimizer_state import NUMBERS, TENSORS, Group, groups_of, optimizer_to_save
 from runtime.checkpoint.rectangles_of_tensors import Piece
 from runtime.migration.tensor_regions import Region, region_of
 from runtime.parameters import ShardedParameter
 from runtime.state.owned import Owned
-
-#: Averages of parameters (EMA) that a user keeps: tensors placed as the parameters are, by their names.
-Averages = MutableMapping[str, torch.Tensor]
 
 
 class StateEntry(NamedTuple):
@@ -119,7 +117,8 @@ def held_pieces(
                     entry = StateEntry("optimizer", name, number, key, prefix == NUMBERS)
                     pieces[entry] = _beside(devices.get(name), piece)
     for number, averaged in enumerate(averages):
-        pieces.update(_average_pieces(with_values, averaged, number))
+        for whose, piece in average_pieces(with_values, averaged):
+            pieces[StateEntry("average", whose.name, number)] = piece
     return pieces
 
 
@@ -128,22 +127,6 @@ def _beside(device: torch.device | None, piece: Piece) -> Piece:
     if device is None or not piece.shape or piece.tensor.device == device:
         return piece
     return Piece(piece.tensor.to(device), piece.shape, piece.offsets)
-
-
-def _average_pieces(owned: Sequence[Owned], averages: Averages, number: int) -> Iterable[tuple[StateEntry, Piece]]:
-    by_name = {name: piece for piece in owned for name in (piece.name, *piece.aliases)}
-    for name, tensor in averages.items():
-        piece = by_name.get(name)
-        if piece is None or tuple(tensor.shape) != piece.shape:
-            raise ValueError(
-                f"the averages have {name!r} of shape {list(tensor.shape)}, which is no tensor of this rank: keep them "
-                "by the names of parallel.named_parameters(), each of its parameter's shape "
-                "({name: parameter.detach().clone() for name, parameter in parallel.named_parameters()})"
-            )
-        local = getattr(tensor, "to_local", lambda plain=tensor: plain)()
-        if local.shape != piece.tensor.shape:
-            raise ValueError(f"the average of {name!r} is not placed as its parameter: make it from that")
-        yield StateEntry("average", piece.name, number), Piece(local.detach(), piece.shape, piece.offsets)
 
 
 def needed_pieces(entries: Mapping[StateEntry, HeldPiece], owned: Sequence[Owned]) -> dict[StateEntry, HeldPiece]:
