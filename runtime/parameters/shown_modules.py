@@ -68,7 +68,7 @@ class _Place:
 
 def _shown_kind(kind: type[nn.Module]) -> type:
     """A class of shown modules that derives from ``kind``: what every module does is done by ``nn.Module``'s code."""
-    own = {
+    own: dict[str, Any] = {
         name: value
         for name, value in vars(nn.Module).items()
         if isinstance(value, types.FunctionType) and name not in vars(_Shown) and name != "__init__"
