@@ -42,7 +42,7 @@ def show_kinds(tree: WeightTree, model: nn.Module, set_attribute: SetAttribute) 
             node.__class__ = kinds[kind]
         except TypeError:
             continue
-        node.__dict__["_place"] = _Place(path, module, set_attribute)
+        node.__dict__["_place"] = _PlaceOfModule(path, module, set_attribute)
 
 
 def _order(children: dict[str, nn.Module | None], originals: Mapping[str, nn.Module | None]) -> None:
@@ -55,14 +55,14 @@ def _order(children: dict[str, nn.Module | None], originals: Mapping[str, nn.Mod
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PlaceOfModule:
     """Where a shown module stands: its path, the copy's module there."""
 
     path: str
     original: nn.Module
     set_attribute: SetAttribute
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PlaceOfModule:
         return self
 
 
@@ -71,13 +71,13 @@ def _shown_kind(kind: type[nn.Module]) -> type:
     own: dict[str, Any] = {
         name: value
         for name, value in vars(nn.Module).items()
-        if isinstance(value, types.FunctionType) and name not in vars(_Shown) and name != "__init__"
+        if isinstance(value, types.FunctionType) and name not in vars(_ShownModule) and name != "__init__"
     }
     own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return types.new_class(kind.__name__, (_Shown, kind), exec_body=lambda namespace: namespace.update(own))
+    return types.new_class(kind.__name__, (_ShownModule, kind), exec_body=lambda namespace: namespace.update(own))
 
 
-class _Shown(nn.Module):
+class _ShownModule(nn.Module):
     """What shown modules do otherwise than the original's."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -91,14 +91,14 @@ class _Shown(nn.Module):
         )
 
     def _name(self) -> str:
-        place: _Place | None = self.__dict__.get("_place")
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
         return repr(place.path) if place is not None else f"this {type(self).__name__}"
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            place: _Place | None = self.__dict__.get("_place")
+            place: _PlaceOfModule | None = self.__dict__.get("_place")
             if place is None or name.startswith("__"):
                 raise
         original = place.original
@@ -107,7 +107,7 @@ class _Shown(nn.Module):
         return getattr(original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        place: _Place | None = self.__dict__.get("_place")
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
         if place is None or name == "training":
             super().__setattr__(name, value)
             return
@@ -127,7 +127,7 @@ class _Shown(nn.Module):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        place: _Place | None = self.__dict__.get("_place")
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
         return "" if place is None else place.original.extra_repr()
 
     def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
