@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +58,46 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
     "diagonal": lambda weight: weight.fill_diagonal_(0.5),
     "sum": _sum,
 }
+
+
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "normal": lambda weight: nn.init.normal_(weight),
+    "uniform": lambda weight: weight.detach().uniform_(-1, 1),
+    "noise": lambda weight: weight.add_(torch.randn_like(weight)),
+    "mask": lambda weight: weight.mul_(torch.bernoulli(torch.full_like(weight, 0.5))),
+    "normal around it": lambda weight: weight.copy_(torch.normal(weight, 0.1)),
+}
+
+
+def wrong_draws(parallel: nn.Module, single: nn.Module) -> list[str]:
+    """Names of draws that are not those of one device; each rank has a seed of its own, the first one that device's."""
+    expected = dict(single.named_parameters())
+    wrong = []
+    for name, parameter in parallel.named_parameters():
+        for call, write in DRAWN.items():
+            mine, copied = parameter.detach().clone(), expected[name].detach().clone()
+            torch.manual_seed(dist.get_rank())
+            write(mine)
+            torch.manual_seed(0)
+            write(copied)
+            if not _same(mine, copied):
+                wrong.append(f"{call} of {name}")
+    return wrong
+
+
+def losses_with_averages(module: nn.Module, loss: Callable[[nn.Module], float]) -> list[float]:
+    """Losses under weights that are put in the place of a model's by ``data``, and under its own that are put back."""
+    averages = [parameter.data * 0.5 for parameter in module.parameters()]
+    losses = [loss(module)]
+    for _ in range(2):
+        own = [parameter.data for parameter in module.parameters()]
+        for parameter, average in zip(module.parameters(), averages, strict=True):
+            parameter.data = average
+        losses.append(loss(module))
+        for parameter, before in zip(module.parameters(), own, strict=True):
+            parameter.data = before
+        losses.append(loss(module))
+    return losses
 
 
 def wrong_operators(parallel: nn.Module, single: nn.Module) -> list[str]:

@@ -72,3 +72,25 @@ def test_five_samples_of_a_loss_over_pairs_are_computed_whole_by_each_of_four_ra
     with pytest.warns(UserWarning, match="5 samples cannot be shared equally by the 4 ranks of dp"):
         report = planner.verify(model, plan, batch=batches[1], steps=1)
     assert report.largest_error <= 1e-9 and report.disagreement == 0
+
+
+class Halves(nn.Module):
+    """A distance between the halves of a batch: each rank is given all samples, and operators cut them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.project(x + x.flip(0)))
+        half = h.shape[0] // 2
+        return torch.cdist(h[:half], h[half : 2 * half]).mean() + h.square().mean()
+
+
+def test_five_samples_that_only_operators_cut_are_computed_whole_by_each_rank() -> None:
+    model = seeded(Halves)
+    batches = [{"x": torch.randn(count, 8, dtype=torch.float64)} for count in (8, 5)]
+    plan = planner.verify(model, "dp=2", batch=batches[0], fix={"zero": 3}, steps=1).plan
+    with pytest.warns(UserWarning, match="a batch of this shape cannot be shared equally by the 2 ranks of dp"):
+        report = planner.verify(model, plan, batch=batches[1], steps=1)
+    assert report.largest_error <= 1e-9 and report.disagreement == 0

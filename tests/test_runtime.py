@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -142,6 +142,28 @@ def test_sharded_outputs_are_gathered_on_access_and_differentiable() -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-15)
+
+
+class LossAndLogits(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class NamedOutputs(TiedClassifier):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return LossAndLogits(**super().forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "logits_of", [lambda outputs: outputs[1], lambda outputs: outputs.logits], ids=["place", "name"]
+)
+def test_named_tuples_of_sharded_outputs_are_gathered_by_place_and_by_name(logits_of: Any) -> None:
+    model = seeded(NamedOutputs)
+    with sharded(model, "tp=2", constraints={"output:logits": {"tp": "S(2)"}}) as (parallel, _, layout):
+        logits = logits_of(parallel(**token_batch()))
+        with layout.plain():
+            expected = model(**token_batch()).logits
+        torch.testing.assert_close(joined(logits, layout), expected.detach(), rtol=1e-9, atol=1e-12)
 
 
 class ListedScales(nn.Module):

@@ -79,6 +79,19 @@ def test_operators_and_writes_through_views_are_those_of_one_device(count: int, 
     assert on_ranks(count)["operators"][plan] == []
 
 
+@pytest.mark.skipif(not are_subclasses_dispatched(), reason="refused under torch 2.11")
+@pytest.mark.parametrize(
+    ("count", "plan"), [(n, plan) for n, plans in PLANS.items() for plan in plans if plan[:2] != "pp"]
+)
+def test_numbers_drawn_on_parameters_are_those_of_one_device(count: int, plan: str) -> None:
+    assert on_ranks(count)["draws"][plan] == []
+
+
+@pytest.mark.parametrize(("count", "plan"), [(count, plan) for count, plans in PLANS.items() for plan in plans])
+def test_weights_whose_data_was_exchanged_come_back(count: int, plan: str) -> None:
+    assert on_ranks(count)["exchanged"][plan] < 1e-9
+
+
 @pytest.mark.parametrize("count", PLANS)
 def test_averages_are_copies_that_run_for_themselves(count: int) -> None:
     assert max(on_ranks(count)["averages"].values()) < 1e-9

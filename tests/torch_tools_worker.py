@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
-from tests.parameter_operators import wrong_operators
+from tests.parameter_operators import losses_with_averages, wrong_draws, wrong_operators
 from tests.ranks import answer, task
 from tests.runtime_worker import error_of
 from tests.small_models import seeded
@@ -344,6 +344,11 @@ def averages_weights(plan: str) -> float:
     return max(trained, weights, difference(copied.full_gradients(), gradients))
 
 
+def loss_of(module: Any) -> float:
+    with torch.no_grad():
+        return float(module(**odd_batch())["loss"])
+
+
 def torch_compile_leaves_it_as_it_is() -> bool:
     parallel, single = compiled("tp"), seeded(Odd)
     for module in (torch.compile(parallel, backend="eager"), single):
@@ -404,9 +409,14 @@ def main() -> None:
         "adopted": [takes_over_an_optimizer(plan) for plan in asked["adopted"]],
     }
     result["averages"] = {plan: averages_weights(plan) for plan in asked["plans"]}
+    expected = losses_with_averages(seeded(Odd), loss_of)
+    losses = {plan: losses_with_averages(compiled(plan), loss_of) for plan in asked["plans"]}
+    result["exchanged"] = {plan: max(abs(a - b) for a, b in zip(own, expected)) for plan, own in losses.items()}
     if are_subclasses_dispatched():
         result["statistics"] = [resumes_statistics(*pair) for pair in asked["dcp"]]
         result["operators"] = {plan: wrong_operators(compiled(plan), seeded(Odd)) for plan in asked["plans"]}
+        plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]
+        result["draws"] = {plan: wrong_draws(compiled(plan), seeded(Odd)) for plan in plans}
     if asked["refusals"]:
         result["refusals"] = refusals()
         plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]

@@ -48,7 +48,7 @@ def split_of(graph: Graph, plan: Plan, *, training: bool) -> BatchSplit:
     other_groups = plan.step.sample_groups // axis_size
     groups = plan.step.sample_groups
     if any(size % groups for size in actual) and not any(size % other_groups for size in actual):
-        _warn(actual, axis_size)
+        _warn(f"a batch of {actual[0]} samples", axis_size)
         groups, axis_size, copies = other_groups, 1, axis_size
     else:
         copies = 1
@@ -61,14 +61,16 @@ def split_of(graph: Graph, plan: Plan, *, training: bool) -> BatchSplit:
     return BatchSplit(axis_size, count, copies)
 
 
-def cut_batch(split: BatchSplit, cut: Callable[[BatchSplit], StepPrograms]) -> tuple[StepPrograms, BatchSplit]:
+def cut_batch(
+    plan: Plan, split: BatchSplit, cut: Callable[[BatchSplit], StepPrograms]
+) -> tuple[StepPrograms, BatchSplit]:
     """The programs that ``cut`` makes; of a batch that every rank computes whole in micro-batches if they allow it.
 
     In several, programs must not ask which part of the batch is their rank's: all ranks have every micro-batch. Where
     the plan's ranks exchange their samples for other dims (a loss over all pairs of samples), these need not divide.
     """
     if split.is_shared:
-        return cut(split), split
+        return _cut_shared(split, cut) if plan.step.decides_units and split.num_ranks > 1 else (cut(split), split)
     if split.num_microbatches > 1:
         with contextlib.suppress(DependentSamplesError, UndividedError):
             programs = cut(split)
@@ -76,6 +78,24 @@ def cut_batch(split: BatchSplit, cut: Callable[[BatchSplit], StepPrograms]) -> t
                 return programs, split
     split = dataclasses.replace(split, num_microbatches=1)
     return cut(split), split
+
+
+def _cut_shared(split: BatchSplit, cut: Callable[[BatchSplit], StepPrograms]) -> tuple[StepPrograms, BatchSplit]:
+    """The programs of a batch that ranks share.
+
+    Where all of them are given it whole and only operators inside cut it, that these cannot shows here: then, too, each
+    computes all of it.
+    """
+    try:
+        return cut(split), split
+    except UndividedError as undivided:
+        whole = BatchSplit(1, 1, copies=split.num_ranks)
+        try:
+            programs = cut(whole)
+        except UndividedError:  # over another axis
+            raise undivided from None
+    _warn("a batch of this shape", whole.copies)
+    return programs, whole
 
 
 def _asks_for_rank(source: str) -> bool:
@@ -113,9 +133,9 @@ def _sizes(graph: Graph, plan: Plan) -> tuple[list[int], list[int]]:
     return actual, planned
 
 
-def _warn(sizes: Sequence[int], num_ranks: int) -> None:
+def _warn(batch: str, num_ranks: int) -> None:
     warnings.warn(
-        f"a batch of {sizes[0]} samples cannot be shared equally by the {num_ranks} ranks of {BATCH_AXIS}: each "
+        f"{batch} cannot be shared equally by the {num_ranks} ranks of {BATCH_AXIS}: each "
         "computes all of it, which is right but takes longer (a multiple of the ranks, or drop_last=True, avoids it)",
         stacklevel=2,
     )

@@ -181,17 +181,26 @@ class ParallelOutput(Mapping[str, Any]):
 
 
 class ParallelSequence(Sequence[Any]):
-    """Like the tuple or list that the model returns; a sharded output is gathered on access."""
+    """Like the tuple (named or not) or list that the model returns; a sharded output is gathered on access."""
 
     def __init__(self, gatherer: _Gatherer, example: Sequence[Any]) -> None:
         self._gatherer = gatherer
         self._length = len(example)
+        self._names: tuple[str, ...] = getattr(example, "_fields", ())
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[position] for position in range(*index.indices(self._length)))
         position = range(self._length)[index]
-        return self._gatherer.container(self._gatherer.below(str(position)))[position]
+        key = self._names[position] if self._names else str(position)
+        return self._gatherer.container(self._gatherer.below(key))[position]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._names:
+            raise AttributeError(
+                f"the model's output has no {name!r}, only {', '.join(self._names) or 'numbered ones'}"
+            )
+        return self[self._names.index(name)]
 
     def __len__(self) -> int:
         return self._length

@@ -144,7 +144,7 @@ class Maker:
             graph = self._example_graph()
             training = graph.loss is not None
             split = split_of(graph, plan, training=training)
-            self._first, _ = cut_batch(split, lambda tried: self._cut(graph, training=training, split=tried))
+            self._first, _ = cut_batch(plan, split, lambda tried: self._cut(graph, training=training, split=tried))
         self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
 
     def _make_first(self, example: ModelCall) -> None:
@@ -288,7 +288,9 @@ class Maker:
             self._inputs_of_call = whole.tensors
             training = graph.loss is not None if training is None else training
             split = split_of(graph, self.plan, training=training)
-            programs, split = cut_batch(split, lambda tried: self._cut(graph, training=training, split=tried))
+            programs, split = cut_batch(
+                self.plan, split, lambda tried: self._cut(graph, training=training, split=tried)
+            )
             stages = [stage for stage in programs.stages if self._wants(stage.index)]
             written = with_in_place_writes if self._scratch else lambda sharded: sharded
             emitted = {stage.index: emit(chain_up(pair_rotaries(written(stage.sharded)))) for stage in stages}

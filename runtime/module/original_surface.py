@@ -224,17 +224,23 @@ def _guarded(attribute: Any, model: torch.nn.Module, name: str) -> Any:
     """``attribute``; a method of the model refuses to give tensors that it computed from weights without data."""
     if not inspect.ismethod(attribute) or attribute.__self__ is not model:
         return attribute
+    computes = (
+        f"{name} computes with weights, and a parallel module runs forward alone: let forward do what {name} does "
+        "(behind an argument, say, with an example of such a call), and call the module"
+    )
 
     @functools.wraps(attribute)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = attribute(*args, **kwargs)
+        try:
+            result = attribute(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ValueError(computes) from error
         known = {id(one) for one in (*tree_leaves((args, kwargs)), *model.parameters(), *model.buffers())}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in known:
-                raise ValueError(
-                    f"{name} computes with weights, and a parallel module runs forward alone: let forward do what "
-                    f"{name} does (behind an argument, say, with an example of such a call), and call the module"
-                )
+                raise ValueError(computes)
         return result
 
     return call

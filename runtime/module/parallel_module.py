@@ -15,7 +15,7 @@ from cost_models.short_text import fold
 from cost_models.text import counted
 from passes.emit import Program
 from passes.plan import Plan
-from passes.torch_compat.module_tables import has_hooks, share_content
+from passes.torch_compat.module_tables import buffers_of, has_hooks, share_content
 from runtime.agreement.call_agreement import FORWARD, TRAIN_STEP
 from runtime.calls.frozen_prefix import ARGUMENTS
 from runtime.calls.modes import SubmoduleModes
@@ -31,6 +31,7 @@ from runtime.module.original_surface import LikeOriginal, OriginalSurface
 from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter, local_of
+from runtime.parameters.shown_modules import set_content, show_kinds
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
 from runtime.zero.norm import clip_gradients, gradient_norm
@@ -71,6 +72,7 @@ class ParallelModule(
         self._tree = ParameterTree(engine.state, stages=engine.places.num_stages, shown=shown)
         share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
+        show_kinds(self._tree.weights, engine.model, engine.watch.set)
 
     def __repr__(self) -> str:
         """The plan and what this rank has of it; the tree of a submodule is that submodule's own text."""
@@ -292,8 +294,12 @@ class ParallelModule(
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the original's root that its forward may read are set for the next call's program too."""
         engine = self.__dict__.get("_engine")
-        if engine is not None and name != "training" and name in vars(engine.model):
-            engine.watch.set(("", name, ""), value)
+        if engine is not None and name != "training":
+            set_content(self, name, value, "")
+            if name in vars(engine.model):
+                engine.watch.set(("", name, ""), value)
+            if name in buffers_of(self):
+                return
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:

@@ -210,7 +210,7 @@ class ParameterTree:
 
     def _note_slot(self, path: str) -> None:
         parent, _, name = path.rpartition(".")
-        table = parameters_of(self.weights.find(parent) if parent else self.weights)
+        table = parameters_of(self.weights.node(parent))
         parameter = table.get(name)
         if isinstance(parameter, ShardedParameter):
             self._slots.append((table, name, parameter))

@@ -1,9 +1,10 @@
 """DTensors that were computed from one parameter of a parallel module: gradients, state of optimizers.
 
-They differ from other DTensors in four ways. Partial sums are completed before operators in place, which DTensor
+They differ from other DTensors in five ways. Partial sums are completed before operators in place, which DTensor
 refuses, and before they are read as numbers, which DTensor forgets (Adafactor does both). Plain tensors beside them
 count as whole (transformers' Adafactor has such state). What DTensor has no rule for, and writes to views that it
-gathers, are what they are on one device (``whole_tensors``). And with a pipeline they refuse to be combined with those
+gathers, are what they are on one device (``whole_tensors``), and so is what is drawn at random (``drawn_tensors``). And
+with a pipeline they refuse to be combined with those
 of other parameters: a rank has the parameters of its own stage alone, and DTensor knows no axis of other parameters, so
 the norm that ``torch.nn.utils.clip_grad_norm_`` clips by would be the stage's. What is computed from each parameter for
 itself, as optimizers do, is right.
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from passes.torch_compat.operators import schema, tree_leaves
+from runtime.parameters.drawn_tensors import draws, run_drawn
 from runtime.parameters.plain_operands import is_plain, with_whole_operands
 from runtime.parameters.whole_tensors import (
     GatheredView,
@@ -46,6 +48,13 @@ _READING = ("_local_scalar_dense", "item")
 
 #: Which DTensor runs on parts though masks are of the whole, or asks ranks of other stages for.
 _ALWAYS_WHOLE = ("index_put", "index_put_", "equal")
+#: Functions that draw random numbers.
+_DRAWING = frozenset(
+    {
+        *("normal", "uniform", "random", "bernoulli", "exponential", "cauchy", "geometric", "log_normal", "dropout"),
+        *("rand_like", "randn_like", "randint_like", "multinomial", "poisson", "alpha_dropout", "feature_dropout"),
+    }
+)
 #: How ``tensor.grad`` and the like come to ``__torch_function__``.
 _ATTRIBUTES = ("__get__", "__set__")
 
@@ -72,7 +81,8 @@ class ParameterTensor(DTensor):
         in_place = schema(func).is_mutable and bool(args)
         tensors = _prepared(name, args, kwargs, in_place=in_place)
         whole_args, whole_kwargs = with_whole_operands((args, kwargs), tensors[0]) if tensors else (args, kwargs)
-        ran_whole = bool(tensors) and name.split(".")[0] in _ALWAYS_WHOLE
+        is_drawn = bool(tensors) and draws(func)
+        ran_whole = is_drawn or (bool(tensors) and name.split(".")[0] in _ALWAYS_WHOLE)
         if not ran_whole:
             try:
                 result = super().__torch_dispatch__(func, types, whole_args, whole_kwargs)
@@ -82,7 +92,8 @@ class ParameterTensor(DTensor):
                 ran_whole = True
         if ran_whole:
             _complete(written_tensors(func, args, kwargs))
-            result = run_whole(func, whole_args, whole_kwargs, tensors[0])
+            run = run_drawn if is_drawn else run_whole
+            result = run(func, whole_args, whole_kwargs, tensors[0])
         if in_place and is_plain(args[0]):
             return args[0]  # whose memory was written
         result = _of_parameters(name, result, args, tensors, in_place=in_place)
@@ -105,6 +116,7 @@ class ParameterTensor(DTensor):
                 with as_dtensors():
                     return func(*args, **kwargs)
             in_place = name.endswith("_") and not name.endswith("__") and bool(args)
+            _refuse_draws(name, args, kwargs)
             tensors = _prepared(name, args, kwargs, in_place=in_place)
             with as_dtensors():
                 result = func(*args, **kwargs)
@@ -151,6 +163,15 @@ def _prepared(name: str, args: Any, kwargs: Any, *, in_place: bool) -> list[Para
     if in_place or name in _READING:
         _complete(args[0] if on_lists else args[:1])
     return tensors
+
+
+def _refuse_draws(name: str, args: Any, kwargs: Any) -> None:
+    """Raise ValueError, in torch 2.11, for numbers that every rank would draw for its own part."""
+    if name.strip("_") in _DRAWING and any(isinstance(leaf, ParameterTensor) for leaf in tree_leaves((args, kwargs))):
+        raise ValueError(
+            f"{name} of a parallel module's parameter would draw other numbers than on one device under torch 2.11: "
+            "draw a plain tensor of its shape from one seed on all ranks, and copy_ it"
+        )
 
 
 def _complete(tensors: Iterable[Any]) -> None:

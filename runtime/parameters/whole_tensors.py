@@ -33,9 +33,7 @@ class GatheredView:
 
 
 def can_run_whole(operator: Any, tensors: list[Any]) -> bool:
-    """Whether every rank gets the same from gathered tensors: not where numbers are drawn, or memory is laid out."""
-    if torch.Tag.nondeterministic_seeded in operator.tags:
-        return False
+    """Whether every rank gets the same from gathered tensors: not where memory is laid out."""
     return operator.name() != "aten::as_strided" or all(one.is_contiguous() for one in tensors)
 
 

@@ -54,6 +54,8 @@ class WorkingWeights:
         self._pieces = zero >= _PIECES
         self._per_use = zero >= _GATHERED_PER_USE
         self._kept: Gathered | None = None
+        #: Owners that lie in the kept weights, and where.
+        self._inside: list[tuple[nn.Parameter, int]] = []
         self._fresh = False
         self._running: Any = None
 
@@ -99,7 +101,8 @@ class WorkingWeights:
         """
         if self.as_owned:
             return [owner.detach() for owner in self.owners]
-        if self._kept is None:
+        if self._kept is None or any(owner.data_ptr() != address for owner, address in self._inside):
+            # Where an owner has been given other memory (``.data = …``), what it was before is someone else's now.
             self._kept, self._fresh = self._fill(self._empty()), True
             self._share_storage(self._kept)
         elif not self._fresh:
@@ -129,10 +132,12 @@ class WorkingWeights:
 
     def _share_storage(self, gathered: Gathered) -> None:
         """Let owners be the part of the kept weights that they equal, where that is contiguous memory."""
+        self._inside = []
         for owner, whole, slot in zip(self.owners, gathered.wholes(), self.layout.slots):
             plain = type(owner.data) is torch.Tensor
             if plain and self._pieces and slot.dim == 0 and owner.dtype == self._compute and _alone(owner):
                 owner.data = piece(whole, self._group.size, self._group.rank, slot.dim)
+                self._inside.append((owner, owner.data_ptr()))
 
 
 def _alone(owner: nn.Parameter) -> bool:

@@ -1,0 +1,177 @@
+"""Submodules of a parallel module as users see them: modules of the original's classes that hold this rank's weights.
+
+Scripts look for modules by what they are: batch norms to freeze, linear layers whose weights decay or are drawn again,
+dropout whose probability changes. So a node of the tree of weights is an instance of a class that derives from the
+class of the original's module at its path: ``isinstance`` and the class's own methods hold, attributes are read from
+the copy that programs are traced of and set on it, and a call is refused, as programs call no modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.torch_compat.module_tables import buffers_of, children_of, tensors_of
+from runtime.state.weight_tree import WeightTree
+
+#: Sets an attribute of the module at a path of the copy; the next call is traced with it.
+SetAttribute = Callable[[tuple[str, str, str], Any], None]
+
+
+def show_kinds(tree: WeightTree, model: nn.Module, set_attribute: SetAttribute) -> None:
+    """Give every node of ``tree`` below its root the class of the module of ``model`` at the same path.
+
+    A class that Python cannot give to an object (one with slots) is left out.
+    """
+    kinds: dict[type, type] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        node = tree.node(path)
+        _order(children_of(node), children_of(module))
+        if not path:
+            continue
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = _shown_kind(kind)
+        try:
+            node.__class__ = kinds[kind]
+        except TypeError:
+            continue
+        node.__dict__["_place"] = _PlaceOfModule(path, module, set_attribute)
+
+
+def _order(children: dict[str, nn.Module | None], originals: Mapping[str, nn.Module | None]) -> None:
+    """Bring children into the order of the original's, which lists count by; what users have added comes last."""
+    for name in [
+        *(name for name in originals if name in children),
+        *(name for name in children if name not in originals),
+    ]:
+        children[name] = children.pop(name)
+
+
+@dataclass(frozen=True)
+class _PlaceOfModule:
+    """Where a shown module stands: its path, the copy's module there."""
+
+    path: str
+    original: nn.Module
+    set_attribute: SetAttribute
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PlaceOfModule:
+        return self
+
+
+def _shown_kind(kind: type[nn.Module]) -> type:
+    """A class of shown modules that derives from ``kind``: what every module does is done by ``nn.Module``'s code."""
+    own: dict[str, Any] = {
+        name: value
+        for name, value in vars(nn.Module).items()
+        if isinstance(value, types.FunctionType) and name not in vars(_ShownModule) and name != "__init__"
+    }
+    own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return types.new_class(kind.__name__, (_ShownModule, kind), exec_body=lambda namespace: namespace.update(own))
+
+
+class _ShownModule(nn.Module):
+    """What shown modules do otherwise than the original's."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A library that lists classes derived from its own does not learn of this one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"{self._name()} of a parallel module cannot be called by itself, as programs run forward of the whole "
+            "model alone: let that forward do it (behind an argument, say, with an example of such a call), and call "
+            "the parallel module"
+        )
+
+    def _name(self) -> str:
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
+        return repr(place.path) if place is not None else f"this {type(self).__name__}"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            place: _PlaceOfModule | None = self.__dict__.get("_place")
+            if place is None or name.startswith("__"):
+                raise
+        original = place.original
+        if tensors_of(original).get(name) is not None:
+            raise AttributeError(f"{place.path}.{name} is on the ranks of another pipeline stage, not on this one")
+        return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
+        if place is None or name == "training":
+            super().__setattr__(name, value)
+            return
+        set_content(self, name, value, place.path)
+        if name in vars(place.original):
+            place.set_attribute((place.path, name, ""), value)
+        elif name not in buffers_of(self):
+            self._set_own(name, value)
+
+    def _set_own(self, name: str, value: Any) -> None:
+        is_property = isinstance(getattr(type(self), name, None), property)
+        if isinstance(value, (bool, int, float, str)) and name[:1] != "_" and not is_property:
+            raise ValueError(
+                f"setting {name!r} here would change nothing: the model's own {self._name()} has no such attribute; "
+                "set it there (the next call sees that), or before planner.compile"
+            )
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
+        return "" if place is None else place.original.extra_repr()
+
+    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "a hook here would never be called: this holds weights alone, the program calls no modules; register "
+            "forward hooks on the model before planner.compile"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _no_hooks
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            f"{self._name()} of a parallel module cannot be pickled: it is one rank's part. Save its state_dict(), or "
+            "the whole by planner.CheckpointManager"
+        )
+
+
+def set_content(module: nn.Module, name: str, value: Any, path: str) -> None:
+    """What is set in the place of a buffer is written into it; a module that is replaced is refused.
+
+    Raises:
+        ValueError: as programs would go on with what was there.
+    """
+    where = f"{path}.{name}" if path else name
+    if isinstance(children_of(module).get(name), nn.Module):
+        raise ValueError(
+            f"{where!r} of this parallel module cannot be replaced, as its programs call no modules: change the model "
+            "before planner.compile"
+        )
+    buffer = buffers_of(module).get(name)
+    if buffer is None:
+        return
+    if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        raise ValueError(
+            f"buffer {where!r} of this parallel module has shape {tuple(buffer.shape)} and cannot become {shape}: "
+            "programs were made for it; change the model before planner.compile"
+        )
+    with torch.no_grad():
+        buffer.copy_(value)

@@ -1,0 +1,126 @@
+"""Submodules of a parallel module are found by their classes, and do what scripts ask of modules of those classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
+
+import planner
+from tests.small_models import seeded
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.0), nn.LayerNorm(16))
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(2)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(16, 4), "b": nn.Linear(16, 4, bias=False)})
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.body(x)
+        for scale in self.scales:
+            hidden = hidden * scale
+        logits = self.heads["a"](hidden) + self.heads["b"](hidden) + self.shift
+        return logits if y is None else F.cross_entropy(logits, y)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.arange(8) % 4}
+
+
+def freeze_batch_norms(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+            module.weight.requires_grad_(False)
+
+
+def draw_again(model: Any) -> None:
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 1 / module.in_features)
+
+    model.apply(initialise)
+
+
+def decay_linear_layers(model: Any) -> None:
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    model(**batch()).backward()
+    torch.optim.SGD([{"params": linear, "weight_decay": 0.5}], lr=0.1).step()
+
+
+def set_numbers(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1.0
+        if isinstance(module, nn.BatchNorm1d):
+            module.momentum = 0.5
+
+
+def reset_statistics(model: Any) -> None:
+    model(**batch()).backward()
+    model.body[1].reset_running_stats()
+
+
+def assign_buffers(model: Any) -> None:
+    model.shift = torch.arange(4.0, dtype=torch.float64)
+    model.body[1].running_mean = torch.ones(16, dtype=torch.float64)
+
+
+def lists_of_modules(model: Any) -> None:
+    with torch.no_grad():
+        for scale in model.scales:
+            scale.mul_(2.0)
+        for name, head in model.heads.items():
+            head.weight.mul_(len(name) + len(model.body))
+        model.body[-1].bias.fill_(0.25)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        freeze_batch_norms, draw_again, decay_linear_layers, set_numbers, reset_statistics, assign_buffers,
+        lists_of_modules,
+    ],
+)  # fmt: skip
+def test_what_scripts_do_to_modules_of_a_kind_is_done(change: Any) -> None:
+    single = seeded(Layers)
+    parallel = planner.compile(seeded(Layers), "dp=1,tp=1", example_inputs=batch())
+    losses = []
+    for model in (parallel, single):
+        change(model)
+        losses.append(float(model(**batch()).detach()))
+    state, expected = parallel.full_state_dict(), single.state_dict()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert {name for name, value in expected.items() if not torch.allclose(state[name], value, rtol=1e-9)} == set()
+
+
+REFUSED = {
+    "called": (lambda model: model.heads["a"](torch.ones(2, 16)), "programs run forward of the whole model alone"),
+    "replaced": (lambda model: setattr(model, "body", nn.Linear(6, 16)), "'body' of this parallel module cannot be"),
+    "replaced below": (lambda model: setattr(model.body, "0", nn.Linear(6, 16)), "'body.0' of this parallel module"),
+    "other buffer": (
+        lambda model: setattr(model, "shift", torch.zeros(5)),
+        r"has shape \(4,\) and cannot become \(5,\)",
+    ),
+    "new number": (lambda model: setattr(model.body[0], "gain", 2.0), "would change nothing"),
+    "cumulative statistics": (lambda model: update_bn([batch()["x"]], model), "reads its value in Python"),
+    "hook": (lambda model: model.body[0].register_forward_hook(print), "would never be called"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_change_nothing_is_refused(case: str) -> None:
+    act, message = REFUSED[case]
+    parallel = planner.compile(seeded(Layers), "dp=1,tp=1", example_inputs=batch())
+    with pytest.raises(ValueError, match=message):
+        act(parallel)
