@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
 from passes.capture.value_reads import ValueReads
+from passes.capture.without_gradients import call_without_gradients
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
 from passes.torch_compat import host_operators  # noqa: F401
@@ -58,6 +59,9 @@ class WatchedForward(TorchFunctionMode):
             self._check_regions()
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
+        same = call_without_gradients(func, name, args, kwargs or {})
+        if same is not None:
+            return same
         if func == _DATA:
             return args[0].detach()  # whatever is written to it is found where writes are made functional
         if func in _FROM_DATA and args and isinstance(args[0], (list, tuple)):
