@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
+from passes.capture.strided_views import StridedViews
 from passes.capture.value_reads import ValueReads
 from passes.capture.without_gradients import call_without_gradients
 from passes.ir.errors import CaptureError
@@ -49,6 +50,7 @@ class WatchedForward(TorchFunctionMode):
         self._targets: dict[int, tuple[torch.Tensor, list[GuardReading]]] = {}
         #: Readings of sizes that only CTC losses depend on.
         self.sizes_of_targets: list[GuardReading] = []
+        self._strided = StridedViews()
         self._hooks_outside = _pack_hook()
 
     def __torch_function__(
@@ -60,6 +62,8 @@ class WatchedForward(TorchFunctionMode):
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
         same = call_without_gradients(func, name, args, kwargs or {})
+        if same is None:
+            same = self._strided.call(name, args, kwargs or {})
         if same is not None:
             return same
         if func == _DATA:
