@@ -350,3 +350,28 @@ def test_fewer_key_heads_than_tensor_parallel_ranks() -> None:
     for name in ("q_proj:aten.linear", "o_proj:aten.linear", "mlp.up_proj:aten.linear"):
         nodes = [node for key, node in report.plan.nodes.items() if name in key]
         assert nodes and all(node.strategy[0].startswith("cut") for node in nodes), nodes
+
+
+class IdleEncoder(torch.nn.Module):
+    """It returns what its encoder makes, which its loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (
+            torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3))
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        encoded = decoded = x
+        for layer in self.encoder:
+            encoded = layer(encoded)
+        for layer in self.decoder:
+            decoded = layer(decoded)
+        return {"loss": decoded.square().mean(), "encoded": encoded}
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "dp=2,tp=2"])
+def test_blocks_that_the_loss_does_not_depend_on(mesh: str) -> None:
+    report = planner.verify(seeded(IdleEncoder), mesh, batch=(torch.linspace(-1, 1, 64).reshape(8, 8),), steps=1)
+    assert report.ok, report.table()

@@ -29,7 +29,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*head_dim|head_size|d_kv|.*_d_head|qk_(nope|rope)_head_dim|v_head_dim|dim_head", HEAD_DIM),
     (r".*(intermediate|ffn?|inner|feed_?forward|mlp)_?(size|dim|hidden_dim)|d_ff|n_inner|.*_ffn_dim", 2 * WIDTH),
     (r"(q|kv|o)_lora_rank|.*lora_rank.*|.*_rank", 16),
-    (r".*(hidden|emb|embed|embedding|embeds|model|projection|proj|width|channel)_?(size|dim|dims|channels?)?|d_model|n_embd|dim",
+    (r"emb_dim|.*(hidden|embed|embedding|embeds|model|projection|proj|width|channel)_?(size|dim|dims|channels?)?|d_model|n_embd|dim",
      WIDTH),
     (r".*(max_position|position_embeddings|n_positions|max_source|max_target|n_ctx|max_len).*", 64),
     (r"(num|n)_?(local_|routed_)?experts|moe_num_experts", 4),

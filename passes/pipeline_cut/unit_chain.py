@@ -60,8 +60,8 @@ def parts_of(
     groups = _planned(graph, runs, body, step) if where is None else by_weights(graph, runs, body, where)
     chain_parts: list[ChainPart] = []
     for chunk, policy, unit, operations, first, count in groups:
-        if unit.run is None:
-            if operations:
+        if unit.run is None or not any(isinstance(one, Repeat) for one in operations):
+            if operations:  # none: the loss does not depend on this unit
                 chain_parts.append(ChainPart(chunk, (), _stretch(operations, unit, policy), ()))
             continue
         copies = _UnitCopies(graph, runs[unit.run], operations)
