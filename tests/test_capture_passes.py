@@ -141,6 +141,12 @@ def shifted(y: torch.Tensor) -> torch.Tensor:
     return z * y
 
 
+def rounded_down(y: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(8, dtype=y.dtype)
+    places //= 2
+    return y * places.floor_divide_(torch.tensor(2, dtype=y.dtype))
+
+
 def into_other_tensors(y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():  # autograd itself allows no out=
         z, largest, places = y.clone(), y.new_empty(2, 3), y.new_empty(2, 3, dtype=torch.long)
@@ -153,7 +159,7 @@ def into_other_tensors(y: torch.Tensor) -> torch.Tensor:
     "function",
     [
         in_place_add, through_a_slice, through_views, through_pieces, masked, with_assigning_operators, shifted,
-        into_other_tensors,
+        rounded_down, into_other_tensors,
     ],
 )  # fmt: skip
 def test_in_place_operators_become_functional(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
