@@ -141,7 +141,7 @@ TRICKS: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "dominated choices left out": (
         (f"{_STAGES}.stage_problem._undominated", lambda choices, better: range(len(choices))),
     ),
-    "linear relaxation of shardings first": (("planner.whole_step.costs.sharding._is_fractional", lambda *_: True),),
+    "linear relaxation of shardings first": (("planner.solvers.nearly_integral._is_fractional", lambda *_: True),),
     "conversions by detours left out": (("planner.sharding_ilp.lattice._without_detours", _all_arcs),),
     "HiGHS without its slow heuristics": (("planner.solvers.solver.SLOW_HEURISTICS", ()),),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -41,17 +40,8 @@ _INPUT_PLACE = {"c10d::_allgather_base_": 1, "c10d::allgather_": 1, "c10d::_redu
                 "c10d::alltoall_": 1, "c10d::alltoall_base_": 1}  # fmt: skip
 
 
-_ends_backward: ContextVar[bool] = ContextVar("_ends_backward", default=False)
-
-
-@contextlib.contextmanager
-def ends_backward() -> Iterator[None]:
-    """What is issued inside counts as part of the backward pass before it: reductions that wait for its end."""
-    token = _ends_backward.set(True)
-    try:
-        yield
-    finally:
-        _ends_backward.reset(token)
+#: Whether what is issued counts as part of the backward pass before it: reductions that wait for its end.
+ends_backward: ContextVar[bool] = ContextVar("ends_backward", default=False)
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -91,7 +81,7 @@ class CommunicationCounter(TorchDispatchMode):
             return
         tensors = args[_INPUT_PLACE.get(name, 0)]
         num_bytes = _bytes_of_group(tensors, group_named(group)) if is_part else _num_bytes(tensors)
-        backward = in_backward() or _ends_backward.get()
+        backward = in_backward() or ends_backward.get()
         entry = self.counts.setdefault((collective, axis, "backward" if backward else "forward"), [0, 0])
         entry[0] += 1
         entry[1] += num_bytes

@@ -200,7 +200,8 @@ class Unit:
         """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
         if self.uses_owners:
             return
-        with ends_backward():
+        at_end = ends_backward.set(True)
+        try:
             for bundle in self._bundles:
                 bundle.gradients.launch()
             if self._is_hybrid:
@@ -208,6 +209,8 @@ class Unit:
             for bundle in self._bundles:
                 bundle.gradients.finish()
                 bundle.weights.drop_prefetched()
+        finally:
+            ends_backward.reset(at_end)
         self._expected, self._open_uses, self._backward = None, 0, None
 
     def drop_ahead(self) -> None:

@@ -55,7 +55,8 @@ class WorkingWeights:
         self._per_use = zero >= _GATHERED_PER_USE
         self._kept: Gathered | None = None
         #: Owners that lie in the kept weights, and where.
-        self._inside: list[tuple[nn.Parameter, int]] = []
+        self._inside: list[nn.Parameter] = []
+        self._places: list[int] = []
         self._fresh = False
         self._running: Any = None
 
@@ -101,7 +102,7 @@ class WorkingWeights:
         """
         if self.as_owned:
             return [owner.detach() for owner in self.owners]
-        if self._kept is None or any(owner.data_ptr() != address for owner, address in self._inside):
+        if self._kept is None or [*map(_ADDRESS, self._inside)] != self._places:
             # Where an owner has been given other memory (``.data = …``), what it was before is someone else's now.
             self._kept, self._fresh = self._fill(self._empty()), True
             self._share_storage(self._kept)
@@ -137,7 +138,11 @@ class WorkingWeights:
             plain = type(owner.data) is torch.Tensor
             if plain and self._pieces and slot.dim == 0 and owner.dtype == self._compute and _alone(owner):
                 owner.data = piece(whole, self._group.size, self._group.rank, slot.dim)
-                self._inside.append((owner, owner.data_ptr()))
+                self._inside.append(owner)
+        self._places = [*map(_ADDRESS, self._inside)]
+
+
+_ADDRESS = torch.Tensor.data_ptr
 
 
 def _alone(owner: nn.Parameter) -> bool:
