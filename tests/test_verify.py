@@ -375,3 +375,26 @@ class IdleEncoder(torch.nn.Module):
 def test_blocks_that_the_loss_does_not_depend_on(mesh: str) -> None:
     report = planner.verify(seeded(IdleEncoder), mesh, batch=(torch.linspace(-1, 1, 64).reshape(8, 8),), steps=1)
     assert report.ok, report.table()
+
+
+class NormedStem(torch.nn.Module):
+    """A stem with running statistics before blocks that repeat: its statistics are written in the stem's chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU())
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)) for _ in range(4)
+        )
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+def test_running_statistics_of_a_stem_in_a_pipeline() -> None:
+    report = planner.verify(seeded(NormedStem), "pp=2,dp=2", batch=(torch.linspace(-1, 1, 64).reshape(8, 8),), steps=2)
+    assert report.ok, report.table()

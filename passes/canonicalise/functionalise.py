@@ -176,14 +176,18 @@ _ASSIGNING = {
 def _functional_overload(target: OpOverload) -> OpOverload:
     name = schema(target).name.split("::")[1]
     packet = getattr(getattr(torch.ops, target.namespace), _ASSIGNING.get(name, name.rstrip("_")), None)
-    # Some have fewer overloads than they have in place: ``floor_divide_.Tensor`` is ``floor_divide.default``.
-    overloads = (getattr(packet, each, None) for each in (overload_name(target), "default") if name.endswith("_"))
-    arguments = [argument.name for argument in schema(target).arguments]
-    overload = next(
-        (each for each in overloads if each and [one.name for one in schema(each).arguments] == arguments), None
-    )
+    overload = getattr(packet, overload_name(target), None) if name.endswith("_") else None
+    if overload is None and name.endswith("_"):
+        overload = _like(getattr(packet, "default", None), target)
     if overload is None:
         raise CaptureError(f"{target} writes to a tensor in place and has no functional form")
+    return overload
+
+
+def _like(overload: OpOverload | None, target: OpOverload) -> OpOverload | None:
+    """An overload that takes what ``target`` does: ``floor_divide.default`` for ``floor_divide_.Tensor``."""
+    if overload is None or len(schema(overload).arguments) != len(schema(target).arguments):
+        return None
     return overload
 
 

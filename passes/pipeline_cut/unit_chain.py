@@ -95,17 +95,27 @@ def _planned(
 
 
 def _by_unit(body: Sequence[Operation], units: Sequence[ModelUnit]) -> Mapping[int, list[Operation]]:
-    """The operations of every unit; a conversion belongs to what it is for, the next operator."""
+    """The operations of every unit; a conversion belongs to what it is for, the next operator.
+
+    Writes of buffers stand at the end of the graph; each belongs where its content is made.
+    """
     unit_of = unit_of_nodes(units)
     operations_by_unit: dict[int, list[Operation]] = {}
     waiting: list[Operation] = []
+    made_in: dict[str, int] = {}
     last = 0
     for operation in body:
         waiting.append(operation)
         if isinstance(operation, Convert):
             continue
         node = operation.node if isinstance(operation, Compute) else _first_compute(operation)
+        if node.writes_buffer and node.inputs[1] in made_in:
+            operations_by_unit[made_in[node.inputs[1]]].extend(waiting)
+            waiting = []
+            continue
         last = unit_of[node.name]
+        if isinstance(operation, Compute):
+            made_in.update((value.name, last) for value in node.outputs)
         operations_by_unit.setdefault(last, []).extend(waiting)
         waiting = []
     operations_by_unit.setdefault(last, []).extend(waiting)
