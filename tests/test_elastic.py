@@ -132,10 +132,15 @@ def test_a_job_ends_whose_first_processes_cannot_all_come_any_more() -> None:
     assert processes[1].code == -9 and "fewer than the 2 processes" in words[-1]
 
 
-def test_a_process_that_comes_behind_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def store_and_member(monkeypatch: pytest.MonkeyPatch, member: str) -> tuple[dist.TCPStore, JobProcess]:
+    """A job's store, and the process of it that is numbered so."""
     monkeypatch.setattr(connections._noted, "is_on", False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    process = JobProcess({STORE_VARIABLE: f"127.0.0.1:{store.port}", MEMBER_VARIABLE: "2"})
+    return store, JobProcess({STORE_VARIABLE: f"127.0.0.1:{store.port}", MEMBER_VARIABLE: member})
+
+
+def test_a_process_that_comes_behind_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, process = store_and_member(monkeypatch, "2")
     leader = Leader(store, first=1, least=1)
     process.arrive()
     announce(store, "arrival", 1)  # which meets nobody any more
@@ -149,9 +154,7 @@ def test_a_process_that_comes_behind_the_end_waits_for_nobody(monkeypatch: pytes
 
 def test_one_that_is_left_hears_of_a_loss_though_there_are_too_few_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two, and two are needed: there is no round until another has started, which may take long."""
-    monkeypatch.setattr(connections._noted, "is_on", False)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    process = JobProcess({STORE_VARIABLE: f"127.0.0.1:{store.port}", MEMBER_VARIABLE: "1"})
+    store, process = store_and_member(monkeypatch, "1")
     leader = Leader(store, first=2, least=2)
     process.arrive()
     announce(store, "arrival", 2)

@@ -82,7 +82,7 @@ def test_a_model_that_counts_processes_trains_as_on_one_device(build: Any, mesh:
 
 def test_collectives_of_one_process_copy_or_do_nothing() -> None:
     model = seeded(Unguarded)
-    with as_one_process(model):
+    with as_one_process():
         loss = model(IMAGES)
     features = model.project(IMAGES)
     assert torch.equal(loss, (features * features.detach()).mean())
@@ -91,7 +91,7 @@ def test_collectives_of_one_process_copy_or_do_nothing() -> None:
 def test_other_threads_and_later_calls_see_the_ranks() -> None:
     seen: list[int] = []
     with virtual_ranks(MeshShape(("dp",), (4,))):
-        with as_one_process(PerProcess()):
+        with as_one_process():
             assert dist.get_world_size() == get_world_size() == 1 and not is_initialized()
             thread = threading.Thread(target=lambda: seen.append(dist.get_world_size()))
             thread.start()
@@ -106,7 +106,7 @@ def test_accelerate_says_one_process_meanwhile() -> None:
     before = everyone.num_processes
     everyone.num_processes = 4
     try:
-        with as_one_process(PerProcess()):
+        with as_one_process():
             assert accelerate.PartialState().num_processes == state.num_processes == 1
         assert accelerate.PartialState().num_processes == 4
     finally:

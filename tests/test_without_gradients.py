@@ -46,5 +46,5 @@ def test_conversions_without_gradients_leave_later_gradients(look: Callable[[tor
 
 @pytest.mark.parametrize("look", [lambda x: x.mul_(2), lambda x: x.__setitem__(0, 0.0) or x])
 def test_writes_without_gradients_to_what_has_one_are_refused(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with pytest.raises(CaptureError, match=r"writes under torch\.no_grad to a tensor that has a gradient"):
+    with pytest.raises(CaptureError, match="a tensor that has a gradient, or where gradients are off"):
         capture(seeded(Selecting, look=look), args=(X,))

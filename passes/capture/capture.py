@@ -162,8 +162,7 @@ def _trace_path(
         call.tensors if values is None else values, buffers, paths, whole=not repeats, picked=picked
     )
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
-    alone = as_one_process(copied, loss_fn)
-    with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions(), alone:
+    with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions(), as_one_process():
         graph_training = copied.training
         states = _state_names(call)
         program = _export(call, tensors, paths, open_dims)

@@ -10,13 +10,12 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 
 class _Done:
@@ -96,9 +95,12 @@ _ALONE_WITH_GRADIENTS: dict[str, Callable[..., Any]] = {
 }
 
 
+_KEPT_IN = ("torch.distributed", "torch.distributed.nn", "torch.distributed.nn.functional")
+
+
 @contextlib.contextmanager
-def as_one_process(model: nn.Module, *functions: Any) -> Iterator[None]:
-    """On this thread, ``torch.distributed`` and accelerate answer the model and ``functions`` as on one device."""
+def as_one_process() -> Iterator[None]:
+    """On this thread, ``torch.distributed`` and accelerate answer whoever asks as on one device."""
     tracing = threading.get_ident()
     alone: dict[Callable[..., Any], Callable[..., Any]] = {}
     for home, table in _homes():
@@ -106,7 +108,7 @@ def as_one_process(model: nn.Module, *functions: Any) -> Iterator[None]:
             original = getattr(home, name)
             alone[original] = _on_thread(tracing, original, answer)
     with contextlib.ExitStack() as stack:
-        for namespace in _namespaces(model, functions):
+        for namespace in _namespaces(alone):
             stack.enter_context(_replaced(namespace, alone))
         stack.enter_context(_accelerate_alone())
         yield
@@ -126,14 +128,20 @@ def _on_thread(tracing: int, original: Callable[..., Any], answer: Callable[...,
     return call
 
 
-def _namespaces(model: nn.Module, functions: Iterable[Any]) -> list[dict[str, Any]]:
-    """Where the functions may be looked up: where torch keeps them, and the modules that the model's code is in."""
-    own = {type(module).__module__ for module in model.modules()} | {
-        getattr(function, "__module__", None) or "" for function in functions
-    }
-    own = {name for name in own if not name.startswith("torch.nn.")}
-    torch_own = ("torch.distributed", "torch.distributed.nn", "torch.distributed.nn.functional")
-    return [vars(sys.modules[name]) for name in (*torch_own, *sorted(own)) if name in sys.modules]
+def _namespaces(alone: Collection[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Where the functions may be looked up: where torch keeps them, and whatever has imported them by their names.
+
+    torch itself is left out: groups and meshes go on as they are.
+    """
+    names = {function.__name__ for function in alone}
+    found = []
+    for path, module in list(sys.modules.items()):
+        if path.startswith("torch.") and path not in _KEPT_IN:
+            continue
+        namespace = getattr(module, "__dict__", {})
+        if any(type(namespace.get(name)) is FunctionType and namespace[name] in alone for name in names):
+            found.append(namespace)
+    return found
 
 
 @contextlib.contextmanager

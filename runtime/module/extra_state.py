@@ -32,9 +32,9 @@ def take_extra_states(
     own = extra_states(model)
     if not own:
         return state
-    given = [{name: state[name] for name in own if name in state}]
+    objects = [{name: state[name] for name in own if name in state}]
     if share is not None:
-        share(given)
-    for name, value in given[0].items():
+        share(objects)
+    for name, value in objects[0].items():
         model.get_submodule(name.removesuffix(_NAME).rstrip(".")).set_extra_state(value)
     return {name: value for name, value in state.items() if name not in own}

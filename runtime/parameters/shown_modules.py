@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from passes.torch_compat.module_tables import buffers_of, children_of, tensors_of
-from runtime.state.weight_tree import WeightTree
+from runtime.state.weight_tree import WeightTree, refuse_hook
 
 #: Sets an attribute of the module at a path of the copy; the next call is traced with it.
 SetAttribute = Callable[[tuple[str, str, str], Any], None]
@@ -130,14 +130,8 @@ class _ShownModule(nn.Module):
         place: _PlaceOfModule | None = self.__dict__.get("_place")
         return "" if place is None else place.original.extra_repr()
 
-    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
-            "a hook here would never be called: this holds weights alone, the program calls no modules; register "
-            "forward hooks on the model before planner.compile"
-        )
-
-    register_forward_hook = register_forward_pre_hook = _no_hooks
-    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
+    register_forward_hook = register_forward_pre_hook = refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = refuse_hook
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         other = type(self).__new__(type(self))

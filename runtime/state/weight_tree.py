@@ -11,6 +11,14 @@ from torch import nn
 from passes.torch_compat.module_tables import buffers_of, children_of, leave_unsaved, parameters_of
 
 
+def refuse_hook(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What registers a hook on a module that holds weights alone."""
+    raise ValueError(
+        "a hook here would never be called: this holds weights alone, the program calls no modules; register "
+        "forward hooks on the model before planner.compile"
+    )
+
+
 class WeightTree(nn.Module):
     """A node of the tree: ``w.model.layers[0].mlp.up_proj.weight``; lists also slice and iterate.
 
@@ -32,14 +40,8 @@ class WeightTree(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
-            "a hook here would never be called: this holds weights alone, the program calls no modules; register "
-            "forward hooks on the model before planner.compile"
-        )
-
-    register_forward_hook = register_forward_pre_hook = _no_hooks
-    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
+    register_forward_hook = register_forward_pre_hook = refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = refuse_hook
 
     def __getitem__(self, key: int | str | slice) -> Any:
         if isinstance(key, slice):
