@@ -33,6 +33,17 @@ class Host:
         """Devices of one node."""
         return next((level.group_size for level in levels if level.name == self.level), levels[0].group_size)
 
+    def carry_seconds(self, num_bytes: float, *, num_devices: int) -> float:
+        """Seconds in which every device of a node moves so many bytes to the host, or from it, all at once.
+
+        Each byte passes the device's link, and the host's memory, once.
+        """
+        return num_bytes / self._link(num_devices) + num_bytes * num_devices / self.memory_bandwidth
+
+    def _link(self, num_devices: int) -> float:
+        """Bytes per second, one direction, that each device has to the host if all use their links."""
+        return self.link_bandwidth / min(self.link_shared_by, num_devices)
+
     def update_seconds(self, *, carried_bytes: float, touched_bytes: float, num_devices: int) -> float:
         """Seconds in which every device of a node has its optimizer run on the host, nothing beside anything else.
 
@@ -41,8 +52,7 @@ class Host:
             touched_bytes: that the update of each device reads and writes in the host's memory.
             num_devices: of the node; all work at once.
         """
-        link = self.link_bandwidth / min(self.link_shared_by, num_devices)
-        return carried_bytes / link + touched_bytes * num_devices / self.memory_bandwidth
+        return carried_bytes / self._link(num_devices) + touched_bytes * num_devices / self.memory_bandwidth
 
 
 def parse_host(data: Any, levels: Sequence[LinkLevel]) -> Host:

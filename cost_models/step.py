@@ -26,6 +26,7 @@ class LayerCosts:
         state_bytes: parameters, gradients, optimizer state: always there.
         saved_bytes: what the backward pass needs, held for each micro-batch in flight.
         peak_bytes: beyond that, the most that is alive while the layer runs.
+        host_bytes: what the backward pass needs, but in the host's memory, for each micro-batch in flight.
     """
 
     forward: float
@@ -40,6 +41,7 @@ class LayerCosts:
     state_bytes: float = 0.0
     saved_bytes: float = 0.0
     peak_bytes: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def forward_seconds(self) -> float:
@@ -88,6 +90,7 @@ class LayerSeconds:
         recommunicate: collectives that it issues again.
         accumulate: gradients added to those of the micro-batches before.
         contention_forward, contention_backward: by how much compute slows down beside gathers and reductions.
+        carry_forward, carry_backward: by how much activations take longer to the host, and back, than all that.
     """
 
     compute_forward: float = 0.0
@@ -99,15 +102,18 @@ class LayerSeconds:
     accumulate: float = 0.0
     contention_forward: float = 0.0
     contention_backward: float = 0.0
+    carry_forward: float = 0.0
+    carry_backward: float = 0.0
 
     @property
     def forward(self) -> float:
-        return self.compute_forward + self.communication_forward + self.contention_forward
+        return self.compute_forward + self.communication_forward + self.contention_forward + self.carry_forward
 
     @property
     def backward(self) -> float:
         computing = self.compute_backward + self.communication_backward
-        return computing + self.recompute + self.recommunicate + self.accumulate + self.contention_backward
+        again = self.recompute + self.recommunicate
+        return computing + again + self.accumulate + self.contention_backward + self.carry_backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ the difference (8 ranks), each micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cost_models.order_path import OrderPath, longest_path, played_microbatches
 from cost_models.schedules import in_flight_peaks, rank_of_chunk, schedule_named
@@ -147,8 +148,10 @@ def step_memory(step: PipelineStep) -> tuple[float, ...]:
     )
 
 
-def peak_in_flight(step: PipelineStep) -> tuple[float, ...]:
-    """By chunk, the micro-batches in flight when the saved activations of its rank are the most bytes.
+def peak_in_flight(
+    step: PipelineStep, field: Literal["saved_bytes", "host_bytes"] = "saved_bytes"
+) -> tuple[float, ...]:
+    """By chunk, the micro-batches in flight when what its rank saves, on the device or the host, is the most bytes.
 
     Where a rank's chunks save unequal bytes that may be another moment than when most micro-batches are in flight.
 
@@ -158,7 +161,7 @@ def peak_in_flight(step: PipelineStep) -> tuple[float, ...]:
     moments_of_ranks = in_flight_peaks(
         step.schedule, num_ranks=step.num_ranks, num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
     )
-    saved = [layer_sum(chunk, "saved_bytes") for chunk in step.chunks]
+    saved = [layer_sum(chunk, field) for chunk in step.chunks]
     held = [0.0] * len(step.chunks)
     for moments in moments_of_ranks:
         for chunk, count in max(moments, key=lambda moment: sum(count * saved[chunk] for chunk, count in moment)):

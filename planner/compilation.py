@@ -199,7 +199,7 @@ def engine_for(
         )  # fmt: skip
     if user_plan is not None and options.get("compiled") and not user_plan.step.compiled:
         raise ValueError("compiled=True is part of a plan, and this one is without: plan again with compiled=True")
-    if compute is not None and user_plan is not None and user_plan.step.offload:
+    if compute is not None and user_plan is not None and user_plan.step.optimizer_on_host:
         raise ValueError(
             f"precision={str(precision)!r} keeps wider parameters as masters on the device, and the plan offloads "
             "optimizer state: make the model in that dtype, whose masters are on the host, or drop one of them"

@@ -103,8 +103,9 @@ def plan(
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
         offload: ``"optimizer"``: optimizer state is in the hosts' memory, and the optimizer runs there
-            (``planner.OffloadedOptimizer``); ``"auto"``: where nothing else fits or the step is faster for it;
-            ``"never"``. The cluster has to have a ``[host]``.
+            (``planner.OffloadedOptimizer``); ``"activations"``: blocks may keep what their backward pass needs there,
+            where that is better (recompute policy ``"offload"``); ``"all"``: both; ``"auto"``: whichever of these, or
+            nothing, is better; ``"never"``. The cluster has to have a ``[host]``.
         fuse: plan and run the fused operators of ``runtime.kernels`` wherever a pattern of them is found.
         solver: who solves the integer programs: ``"HiGHS"`` (None), or any other that PuLP can call on this machine
             (``"CBC"``, ``"GUROBI"``, …). PuLP passes on no bound of theirs: with those the plan's bound rests on linear

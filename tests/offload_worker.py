@@ -1,4 +1,4 @@
-"""One rank of the tests of optimizers on the host: trains a model under plans that offload, and one process alone."""
+"""One rank of the tests of what is on the host: trains a model under plans that offload, and one process alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import planner
 from cost_models import Cluster
 from cost_models.host import Host
 from passes.capture import keep_float64
-from passes.plan.host_memory import OPTIMIZER
+from passes.plan.step_plan import ACTIVATIONS, OPTIMIZER, StepPlan
 from planner.library import load_config, random_batch
 from planner.verification.comparison import single_loss
 from planner.verification.verify_model import real_module, slow_devices
 from runtime.parameters import ShardedParameter, local_of
 from runtime.parameters.offloaded_optimizer import MASTER
+from runtime.program_tools.offloaded_activations import ProcessorLink, use_link
 from runtime.torch_compat.dtensors import local_part
 from tests.patience import PATIENCE
 from tests.ranks import answer, task
@@ -30,6 +31,26 @@ MAKERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
 }
 STEPS = 3
+
+
+class Blocks(torch.nn.Module):
+    """Three blocks, two of them in a row alike, of which autograd keeps the same on every device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.LayerNorm(16), torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+            )
+            for _ in range(3)
+        )
+        self.stem, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
 
 
 def hosted_devices(num_devices: int) -> Cluster:
@@ -65,12 +86,15 @@ def error_of(case: dict[str, Any], model: torch.nn.Module, batch: dict[str, Any]
     """Largest relative error of a weight, and where the optimizer's state is."""
     make = MAKERS[case["optimizer"]]
     parallel = compiled(model, batch, case["fix"], case.get("offload", OPTIMIZER))
-    optimizer = planner.OffloadedOptimizer(make(parallel.parameters()))
+    optimizer = make(parallel.parameters())
+    if parallel.plan.step.offload != ACTIVATIONS:
+        optimizer = planner.OffloadedOptimizer(optimizer)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    sent_before = LINK.num_bytes
     refused = ""
     for step in range(STEPS):
         parallel.train_step(**batch)
-        if step == 0 and parallel.plan.step.offload:
+        if step == 0 and parallel.plan.step.optimizer_on_host:
             try:
                 make(parallel.parameters()).step()
             except ValueError as error:
@@ -86,7 +110,28 @@ def error_of(case: dict[str, Any], model: torch.nn.Module, batch: dict[str, Any]
     weights = parallel.full_state_dict()
     scale = max(float(one.abs().max()) for one in expected.values())
     largest = max(float((weights[name] - one).abs().max()) for name, one in expected.items()) / scale
-    return {"error": largest, "refused": refused, **where_state_is(optimizer)}
+    carried = {"sent": (LINK.num_bytes - sent_before) / STEPS, "predicted": predicted_bytes(parallel.plan.step)}
+    return {"error": largest, "refused": refused, **carried, **where_state_is(optimizer)}
+
+
+class CountingLink(ProcessorLink):
+    """Counts what activations take to the host."""
+
+    num_bytes = 0
+
+    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        self.num_bytes += data.numel()
+        return super().to_host(data)
+
+
+LINK = CountingLink()
+
+
+def predicted_bytes(step: StepPlan) -> float:
+    """Bytes of activations that this rank's units take to the host in a step."""
+    rank = dist.get_rank() if step.axes["pp"] > 1 else 0
+    layers = [layer for chunk in step.chunks if chunk.rank == rank for layer in chunk.costs.layers]
+    return step.num_microbatches * sum(count * costs.host_bytes for costs, count in layers)
 
 
 def moved(
@@ -131,15 +176,23 @@ def where_state_is(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"tensors": tensors, "shared": shared, "narrow": narrow, "off": off}
 
 
-def main() -> None:
-    results = {}
+def model_and_batch(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any]]:
+    if name == "blocks":
+        torch.manual_seed(0)
+        return Blocks().to(dtype), {"x": torch.randn(4, 8, 16, dtype=dtype)}
     config = load_config("tiny-llama")
     config.num_hidden_layers = 2
+    model = real_module(config, dtype=dtype, seed=0)
+    return model, random_batch(model, batch_size=4, seq_len=8)
+
+
+def main() -> None:
+    results = {}
+    use_link(torch.device("cpu"), LINK)
     with keep_float64():
         for case in task():
             dtype = getattr(torch, case.get("dtype", "float64"))
-            model = real_module(config, dtype=dtype, seed=0)
-            batch = random_batch(model, batch_size=4, seq_len=8)
+            model, batch = model_and_batch(case.get("model", "llama"), dtype)
             results[case["name"]] = error_of(case, model, batch)
     answer(results)
 

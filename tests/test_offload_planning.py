@@ -14,8 +14,8 @@ from cost_models import Cluster
 from cost_models.hardware import DeviceGroup
 from cost_models.host import Host
 from passes.plan import Plan
-from passes.plan.host_memory import OPTIMIZER, host_bytes_by_node
-from passes.plan.step_plan import RankMemory
+from passes.plan.host_memory import host_bytes_by_node
+from passes.plan.step_plan import ACTIVATIONS, ALL, ON_HOST, OPTIMIZER, RankMemory
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.time_waterfall import waterfall
 
@@ -24,6 +24,7 @@ PUBLISHED = {
     "pp": 8, "dp": 2, "cp": 1, "tp": 1, "micro_batch": 8, "zero": 1, "schedule": "1f1b", "recompute": "full",
 }  # fmt: skip
 ONE = {"pp": 1, "dp": 2, "cp": 1, "tp": 1}
+FAST = Host(1e12, 1e14, 1e14)
 
 
 def plan_65b(offload: str, cluster: Cluster | str = "dgx-a100-80g:2") -> Plan:
@@ -31,7 +32,9 @@ def plan_65b(offload: str, cluster: Cluster | str = "dgx-a100-80g:2") -> Plan:
 
 
 def plan_tiny(cluster: Cluster, offload: str, **options: Any) -> Plan:
-    return planner.plan("tiny-llama", cluster, global_batch=8, seq_len=16, offload=offload, **{"fix": ONE, **options})
+    return planner.plan(
+        "tiny-llama", cluster, global_batch=8, offload=offload, **{"fix": ONE, "seq_len": 16, **options}
+    )
 
 
 def hosted(host: Host | None, *, memory_bandwidth: float = 1e11) -> Cluster:
@@ -65,9 +68,23 @@ def test_a_host_that_is_too_small_is_refused_with_its_bytes() -> None:
 def test_a_cluster_without_a_host_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has no \[host\] table"):
         plan_tiny(hosted(None), OPTIMIZER)
-    with pytest.raises(ValueError, match="offload must be one of never, auto, optimizer"):
-        plan_tiny(hosted(None), "activations")
+    with pytest.raises(ValueError, match=r"offload='activations' needs to know .* has no \[host\] table"):
+        plan_tiny(hosted(None), ACTIVATIONS)
+    with pytest.raises(ValueError, match=r"recompute='offload' needs to know .* has no \[host\] table"):
+        plan_tiny(hosted(None), "never", fix={**ONE, "recompute": "offload"})
+    with pytest.raises(
+        ValueError, match="offload must be one of never, auto, optimizer, activations, all, got 'state'"
+    ):
+        plan_tiny(hosted(None), "state")
     assert plan_tiny(hosted(None), "auto").step.offload == ""
+
+
+def test_too_little_memory_is_refused_with_what_would_help() -> None:
+    with pytest.raises(ValueError, match=r"no plan fits in memory: .* or 6 devices of this kind \("):
+        plan_tiny(
+            hosted(Host(1e12, 1e11, 1e10)), OPTIMIZER, fix={"tp": 1, "cp": 1}, memory_limit=1e6, headroom=0.0,
+            seq_len=256, optimizer="sgd",
+        )  # fmt: skip
 
 
 def test_unequal_devices_are_refused() -> None:
@@ -99,14 +116,63 @@ def test_seconds_are_those_of_link_and_host_memory() -> None:
     assert 0 <= gathered < plans[1].step.costs.update
 
 
+def plan_blocks(host: Host, offload: str, memory_limit: float = 1e10, **fix: Any) -> Plan:
+    """Tiny Llama on long sequences, with nothing divided, recomputed or cut into micro-batches."""
+    return plan_tiny(
+        hosted(host), offload, seq_len=256, optimizer="sgd", fix={**ONE, "zero": 0, "num_microbatches": 1, **fix},
+        forbid={"recompute": ["regather", "selective", "full", "chunked_loss"]}, memory_limit=memory_limit,
+        headroom=0.0,
+    )  # fmt: skip
+
+
+def test_activations_that_do_not_fit_go_to_the_host() -> None:
+    """All that blocks make and keep; what goes into each stays, and two blocks' worth is on its way."""
+    whole = plan_blocks(FAST, ACTIVATIONS)
+    assert whole.step.recompute == ("none",) and whole.step.memory[0].host == 0.0
+    limit = 0.9 * whole.step.memory[0].total
+    with pytest.raises(ValueError, match="no plan fits in memory"):
+        plan_blocks(FAST, "never", limit)
+    plan = plan_blocks(FAST, ACTIVATIONS, limit)
+    (chunk,), (memory,) = plan.step.chunks, plan.step.memory
+    away = [(group, layer) for group, layer in zip(chunk.groups, chunk.costs.layers) if group.recompute == ON_HOST]
+    assert memory.host == sum(count * costs.host_bytes for _, (costs, count) in away) > 0
+    assert all("layers" in group.unit for group, _ in away)
+    assert memory.activations + memory.host == whole.step.memory[0].activations and memory.total <= limit
+    assert memory.transient - whole.step.memory[0].transient == pytest.approx(2 * away[0][1][0].host_bytes, rel=0.05)
+    assert "activations in the hosts' memory" in plan.summary()
+
+
+@pytest.mark.parametrize("speed", [1e6, 1e14])
+def test_seconds_are_what_the_link_takes_longer_than_the_block(speed: float) -> None:
+    """A block of ``host_bytes`` over a link of its own and a host's memory that two devices share."""
+    plan = plan_blocks(Host(1e12, memory_bandwidth=speed, link_bandwidth=speed), ACTIVATIONS, recompute=ON_HOST)
+    (chunk,) = plan.step.chunks
+    (place,) = (place for place, group in enumerate(chunk.groups) if group.recompute == ON_HOST)
+    costs, parts = chunk.costs.layers[place][0], chunk.parts[place]
+    carried = costs.host_bytes * (1 / speed + 2 / speed)
+    assert costs.forward == pytest.approx(max(carried, costs.forward - parts.carry_forward))
+    assert costs.backward == pytest.approx(max(carried, costs.backward - parts.carry_backward))
+    assert (parts.carry_forward > 0) == (speed < 1e14)
+
+
+def test_a_host_that_cannot_hold_activations_has_none() -> None:
+    """Unless they are demanded there."""
+    small = dataclasses.replace(FAST, memory_bytes=1e3)
+    with pytest.raises(ValueError, match="no plan fits in memory"):
+        plan_blocks(small, ACTIVATIONS, 0.9 * plan_blocks(FAST, "never").step.memory[0].total)
+    with pytest.raises(ValueError, match="no plan fits in the hosts' memory: activations takes"):
+        plan_blocks(small, ACTIVATIONS, recompute=ON_HOST)
+
+
 def test_what_is_on_hosts_is_counted_node_by_node() -> None:
     memory = [RankMemory(0, 0, 0, 0, 0, host=value) for value in (1.0, 10.0)]
     assert host_bytes_by_node({"dp": 2, "pp": 2, "tp": 2}, memory, 4) == [22.0, 22.0]
     assert host_bytes_by_node({"pp": 2, "dp": 2, "tp": 2}, memory, 4) == [4.0, 40.0]
 
 
-def test_such_a_plan_is_saved_audited_and_explained(tmp_path: Path) -> None:
-    plan = plan_tiny(hosted(Host(1e12, 1e11, 1e10)), OPTIMIZER, fix={**ONE, "zero": 1})
+@pytest.mark.parametrize(("offload", "fix"), [(OPTIMIZER, {}), (ALL, {"recompute": ON_HOST})])
+def test_such_a_plan_is_saved_audited_and_explained(tmp_path: Path, offload: str, fix: dict[str, Any]) -> None:
+    plan = plan_tiny(hosted(Host(1e12, 1e11, 1e10)), offload, fix={**ONE, "zero": 1, **fix})
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.step == plan.step

@@ -26,8 +26,22 @@ CASES: tuple[dict[str, Any], ...] = (
      "then": {**ONE, "dp": 1, "tp": 2}},
     {"name": "state_dict", "optimizer": "adamw", "fix": {**DATA, "zero": 1}, "moved_after": 2,
      "moves_by": "state_dict"},
+    {"name": "activations, dp2 ZeRO 3", "optimizer": "adamw", "offload": "activations",
+     "fix": {**DATA, "zero": 3, "recompute": "offload"}},
+    {"name": "all, pp2", "optimizer": "adamw", "offload": "all",
+     "fix": {"pp": 2, "dp": 1, "cp": 1, "tp": 1, "recompute": "offload", "schedule": "1f1b", "num_microbatches": 4}},
+    {"name": "activations, pp2, ZB-H1", "optimizer": "adamw", "offload": "activations",
+     "fix": {"pp": 2, "dp": 1, "cp": 1, "tp": 1, "recompute": "offload", "schedule": "zb_h1", "num_microbatches": 4}},
+    {"name": "activations of blocks", "optimizer": "sgd", "offload": "activations", "model": "blocks",
+     "fix": {**DATA, "zero": 2, "recompute": "offload", "num_microbatches": 2}},
+    {"name": "activations, tp2", "optimizer": "sgd", "offload": "activations", "norm": 0.1,
+     "fix": {**ONE, "dp": 1, "tp": 2, "recompute": "offload"}},
     {"name": "bfloat16", "optimizer": "adamw", "fix": {**DATA, "zero": 1}, "dtype": "bfloat16"},
 )  # fmt: skip
+
+
+#: Cases whose optimizer ends on the device.
+ON_DEVICE = {"resumed on the device", *(case["name"] for case in CASES if case.get("offload") == "activations")}
 
 
 @functools.cache
@@ -40,10 +54,24 @@ def test_weights_are_those_of_one_device(name: str) -> None:
     assert results()[name]["error"] <= 1e-9
 
 
-@pytest.mark.parametrize("name", [case["name"] for case in CASES if case["name"] != "resumed on the device"])
+@pytest.mark.parametrize("name", [case["name"] for case in CASES if case["name"] not in ON_DEVICE])
 def test_state_is_on_the_host_alone(name: str) -> None:
     result = results()[name]
     assert result["tensors"] > 0 and result["shared"] == 0
+
+
+def test_blocks_send_to_the_host_what_the_plan_counts() -> None:
+    """Two blocks in a row; of 16 tokens a rank, in float64: the norm of 16, and of 64 what GELU takes and gives."""
+    result = results()["activations of blocks"]
+    assert result["sent"] == result["predicted"] == 2 * 16 * 8 * (16 + 64 + 64)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_blocks_send_something_where_the_plan_says_so(case: dict[str, Any]) -> None:
+    """A processor's attention keeps less than a plan counts, which is for accelerators."""
+    result = results()[case["name"]]
+    assert 0.8 * result["predicted"] <= result["sent"] <= result["predicted"]
+    assert (result["sent"] > 0) == (case["fix"].get("recompute") == "offload")
 
 
 def test_an_optimizer_that_would_keep_its_state_on_the_device_is_refused() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cost_models import Cluster
-from passes.plan.step_plan import RankMemory, StepPlan
+from passes.plan.step_plan import ON_HOST, RankMemory, StepPlan
 from passes.plan.text_tables import format_bytes
-
-#: ``StepPlan.offload`` of a step whose optimizer runs on the hosts, with its state in their memory.
-OPTIMIZER = "optimizer"
 
 
 def host_bytes_by_node(axes: Mapping[str, int], memory: Sequence[RankMemory], node_size: int) -> list[float]:
@@ -32,15 +29,28 @@ def host_bytes_by_node(axes: Mapping[str, int], memory: Sequence[RankMemory], no
     return nodes
 
 
+#: What is in the hosts' memory, if it is.
+_THERE: Mapping[str, Callable[[StepPlan], bool]] = {
+    "optimizer state": lambda step: step.optimizer_on_host,
+    "activations": lambda step: ON_HOST in step.recompute,
+}
+
+
+def on_hosts(step: StepPlan) -> list[str]:
+    """What the step keeps in the hosts' memory, as text."""
+    return [name for name, there in _THERE.items() if there(step)]
+
+
 def host_lines(cluster: Mapping[str, Any], step: StepPlan) -> list[str]:
     """What a summary says of the hosts: nothing where nothing is offloaded."""
-    if not step.offload:
+    what = on_hosts(step)
+    if not what:
         return []
     read = Cluster.from_dict(dict(cluster))
     if read.host is None:
         return []
     nodes = host_bytes_by_node(step.axes, step.memory, read.host.num_devices(read.levels))
     return [
-        f"optimizer state in the hosts' memory: {format_bytes(sum(nodes))}, {format_bytes(max(nodes))} on the fullest "
-        f"of {len(nodes)}, which has {format_bytes(read.host.memory_bytes)}"
+        f"{' and '.join(what)} in the hosts' memory: {format_bytes(sum(nodes))}, {format_bytes(max(nodes))} on the "
+        f"fullest of {len(nodes)}, which has {format_bytes(read.host.memory_bytes)}"
     ]

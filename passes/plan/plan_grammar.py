@@ -17,7 +17,7 @@ from cost_models.dtypes import ITEM_SIZE
 from cost_models.schedules import SCHEDULES
 from passes.ir.conversions import COLLECTIVES
 from passes.ir.types import AXIS_NAME
-from passes.plan.step_plan import CHUNKED_LOSS
+from passes.plan.step_plan import ACTIVATIONS, ALL, CHUNKED_LOSS, ON_HOST, OPTIMIZER
 
 Grammar = Callable[[str], bool]
 
@@ -50,7 +50,7 @@ TYPE = _pattern(r"[RIP]|S\((0|[1-9]\d?)\)")
 OPERATOR = _pattern(r"[\w.:-]{1,200}")
 COLLECTIVE = _one_of(*COLLECTIVES)
 LABEL = _pattern(r"replicate|invariant|cut [\w.]{1,64}|partial \d+(,\d+)*")
-RECOMPUTE = _one_of("none", "regather", "selective", "full", CHUNKED_LOSS)
+RECOMPUTE = _one_of("none", "regather", "selective", "full", CHUNKED_LOSS, ON_HOST)
 
 #: Class and field → grammar of its texts, at any depth; ``{key}`` means the keys of a mapping.
 GRAMMARS: Mapping[str, tuple[Grammar, str]] = {
@@ -75,7 +75,7 @@ GRAMMARS: Mapping[str, tuple[Grammar, str]] = {
     "StepPlan.axes{key}": (AXIS, "the name of a mesh axis"),
     "StepPlan.schedule": (_is_schedule, "a pipeline schedule of this package, or one that was registered before"),
     "StepPlan.optimizer": (WORD, "the name of an optimizer"),
-    "StepPlan.offload": (_one_of("", "optimizer"), "'optimizer', or nothing"),
+    "StepPlan.offload": (_one_of("", OPTIMIZER, ACTIVATIONS, ALL), "'optimizer', 'activations', 'all', or nothing"),
     "StepPlan.gradient_dtype": (_one_of("", *ITEM_SIZE), "a dtype"),
 }
 

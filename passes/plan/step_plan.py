@@ -16,6 +16,12 @@ from cost_models.step import ChunkCosts, LayerSeconds, PipelineStep
 #: The policy of a unit that computes the loss in chunks (``ops.linear_cross_entropy``): it never holds its logits, and
 #: makes each chunk's a second time in the backward pass. Of the rest it keeps all, as under ``none``.
 CHUNKED_LOSS = "chunked_loss"
+#: The policy of a unit that keeps what ``none`` does, but all that it makes itself in the host's memory: it goes there
+#: after the unit has run forward and comes back before it runs backward, beside the units that run meanwhile.
+ON_HOST = "offload"
+#: What ``StepPlan.offload`` says is, or may be, in the hosts' memory: the optimizer's state, and the optimizer runs
+#: there; activations, of units under the policy ``ON_HOST``; both.
+OPTIMIZER, ACTIVATIONS, ALL = "optimizer", "activations", "all"
 #: The optimizer of a plan on a given mesh: whatever its caller steps with, on the parameters as they are. Its time is
 #: not predicted; memory counts AdamW's state.
 CALLERS = "callers"
@@ -136,7 +142,8 @@ class StepPlan(ShortRepr):
             needs of the whole batch (how many tokens chose each expert). Seconds forward are those of all passes.
         stage_devices: by pipeline rank where devices are unequal, else nothing; ``memory_limit`` is then the largest.
         offload: ``"optimizer"``: the optimizer runs on the host, with its state in the host's memory
-            (``planner.OffloadedOptimizer``); ``""``: nothing is there.
+            (``planner.OffloadedOptimizer``); ``"activations"``: units may have the policy ``ON_HOST``; ``"all"``: both;
+            ``""``: nothing is there.
         zero_ranks: over how many neighbours of the data ranks ZeRO divides (hybrid sharding): each such group holds all
             pieces, and what its ranks reduced is summed over the groups once a step; 0: over all data ranks. Of experts
             on an axis (``ep``), which fewer ranks hold alike, see ``zero_ranks_along``.
@@ -163,6 +170,16 @@ class StepPlan(ShortRepr):
     stage_devices: tuple[StageDevice, ...] = ()
     offload: str = ""
     zero_ranks: int = 0
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether the optimizer runs on the host, with its state in the host's memory."""
+        return self.offload in (OPTIMIZER, ALL)
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether units may keep activations on the host."""
+        return self.offload in (ACTIVATIONS, ALL)
 
     @property
     def data_ranks(self) -> int:

@@ -192,7 +192,7 @@ def _batch(step: StepPlan) -> str:
 def _training(step: StepPlan) -> str:
     if step.optimizer == CALLERS:
         return "the caller's optimizer (memory counts AdamW's state, time none), gradients in the parameters' dtypes"
-    where = " on the host" if step.offload else ""
+    where = " on the host" if step.optimizer_on_host else ""
     return f"{step.optimizer}{where}, gradients in {step.gradient_dtype or 'float32 or wider'}"
 
 

@@ -74,7 +74,7 @@ def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
     framework = demands.pop(FRAMEWORK, None)
     again = read_demands(
         headroom=step.headroom,
-        training=TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload)),
+        training=TrainingOptions(step.optimizer, step.gradient_dtype or None, step.optimizer_on_host),
         offload=step.offload or NEVER,
         compiled=step.compiled,
         time_limit=time_limit,

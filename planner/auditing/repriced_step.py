@@ -131,7 +131,7 @@ class _StepPricer:
         self.extrapolation = None if cluster.profile is None else Extrapolation(cluster.profile)
         self.links.axes.extrapolation = self.extrapolation
         self.schedule = "1f1b" if self.layout.pipeline == 1 else step.schedule
-        self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload))
+        self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None, step.optimizer_on_host)
         pieces = self.layout.data * step.num_microbatches
         exchanging = {EXPERT: experts} if experts > 1 else {}
         cuts = {DATA: pieces, **exchanging, CONTEXT: self.layout.context, TENSOR: self.layout.tensor}
@@ -176,7 +176,7 @@ class _StepPricer:
     def _parts(self, step: PipelineStep, totals: Sequence[float]) -> Iterator[RankMemory]:
         """Bytes of each rank by part; a parameter that several of its units use is on a rank once."""
         states = self.units.states(tied_apart=True)
-        held = peak_in_flight(step)
+        held, held_on_host = peak_in_flight(step), peak_in_flight(step, "host_bytes")
         for total, chunks_of_rank in zip(totals, chunks_of_ranks(step)):
             parts, tied = [0.0, 0.0, 0.0, 0.0], set[str]()
             for index in chunks_of_rank:
@@ -187,6 +187,9 @@ class _StepPricer:
                     parts = [part + group.count * more for part, more in zip(parts, num_bytes)]
             saved = sum(held[index] * layer_sum(step.chunks[index], "saved_bytes") for index in chunks_of_rank)
             parameters, gradients, optimizer, on_host = parts
+            on_host += sum(
+                held_on_host[index] * layer_sum(step.chunks[index], "host_bytes") for index in chunks_of_rank
+            )
             transient = max(0.0, total - (parameters + gradients + optimizer) - saved)
             yield RankMemory(parameters, gradients, optimizer, saved, transient, on_host)
 
@@ -263,9 +266,12 @@ class _StepPricer:
         slowdown = self.links.axes.device.overlap_slowdown
         beside = min(backward, early_gather + early_scatter)
         beside += min(backward - beside, reduced_once) / self.step.num_microbatches
+        forward += slowdown * min(forward, early_gather * self.step.forward_passes)
+        backward += slowdown * beside
+        carried = self._carried(policy.host_bytes)
         return LayerCosts(
-            forward=forward + slowdown * min(forward, early_gather * self.step.forward_passes),
-            backward=backward + slowdown * beside,
+            forward=max(forward, carried),
+            backward=max(backward, carried),
             backward_weight=self.units.weight_seconds(unit) + adding,
             gather_forward=early_gather * self.step.forward_passes,
             gather_backward=early_gather,
@@ -276,7 +282,19 @@ class _StepPricer:
             state_bytes=states.held_bytes(),
             saved_bytes=policy.saved_bytes,
             peak_bytes=policy.peak_bytes + states.transient_bytes(),
+            host_bytes=policy.host_bytes,
         )
+
+    def _carried(self, num_bytes: float) -> float:
+        """Seconds of activations to the host, or back, while all devices of a node move as many."""
+        if not num_bytes:
+            return 0.0
+        cluster = self.links.axes.cluster
+        if cluster.host is None:
+            raise ValueError("the plan offloads activations, but its cluster has no [host]")
+        node_size = cluster.host.num_devices(cluster.levels)
+        link = cluster.host.link_bandwidth / min(cluster.host.link_shared_by, node_size)
+        return num_bytes * (1 / link + node_size / cluster.host.memory_bandwidth)
 
 
 class _UnitParameters:

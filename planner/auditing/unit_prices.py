@@ -24,7 +24,7 @@ from passes.ir.graph import Graph, Value
 from passes.ir.types import Placement
 from passes.losses import Placed, strategies
 from passes.plan import Plan
-from passes.plan.step_plan import CHUNKED_LOSS
+from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units
 from passes.repeats.repeated_blocks import BlockRun
 from passes.rules.expert_rules import is_experts
@@ -56,6 +56,7 @@ class PricedPolicy:
     seconds: float
     saved_bytes: float
     peak_bytes: float
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -198,26 +199,31 @@ class UnitPrices:
             elements = self.pricing.local_elements(like, run.placements[extra.like])
             return extra.num_bytes * elements / max(1, like.num_elements)
 
-        base = "none" if name == "regather" else name
+        base, keeps_copies = ("none" if name in ("regather", ON_HOST) else name), name in ("none", ON_HOST)
         rule = kept_under(run.activations, run.nodes, base, compiled=self.compiled)
         copies = dict(self._converted(unit, run))
         roots = {root for root in rule.values if self._answers_for(unit, root)}
-        if name == "none":
+        if keeps_copies:
             roots -= {run.activations.roots[value] for value, _ in copies} - self._kept_as_made(run)
         saved = sum(local_bytes(self.values[root]) for root in roots) + sum(map(extra_bytes, rule.extras))
-        if name == "none":
+        if keeps_copies:
             saved += sum(self.pricing.local_bytes(self.values[value], where) for value, where in copies)
         repeated = [self.operators[node] for node in rule.recomputed if node in self.operators]
         seconds = again + sum(charge.compute[0] for charge in repeated)
         if name == "full":
             seconds += sum(charge.communication[0] for charge in repeated) + self.conversions[index][0] / unit.count
-        elif name != "none":
+        elif not keeps_copies:
             seconds += sum(copies.values())
         peak = working_peak(
             run.activations, run.nodes, base, local_bytes=local_bytes, extra_bytes=extra_bytes, compiled=self.compiled
         )
         visiting = self._visiting_bytes(unit)
-        return PricedPolicy(seconds, saved + (visiting if base != "full" else 0.0), peak + visiting)
+        saved += visiting if base != "full" else 0.0
+        if name != ON_HOST:
+            return PricedPolicy(seconds, saved, peak + visiting)
+        entered = sum(local_bytes(self.values[root]) for root in roots if root in unit.carried)
+        carried = saved - entered  # of this unit, and as much of the one beside it
+        return PricedPolicy(seconds, entered, peak + visiting + 2 * carried, host_bytes=carried)
 
     def _visiting_bytes(self, unit: ModelUnit) -> float:
         """Bytes of tokens that other ranks of ``ep`` sent to experts of this one, and of what goes back: two rows for

@@ -196,7 +196,8 @@ def _add_step_arguments(group: Any) -> None:
         "--offload",
         default="never",
         metavar="WHAT",
-        help="optimizer state in the hosts' memory: never (default), optimizer, or auto (where it is needed or pays)",
+        help="what is in the hosts' memory: nothing (never, the default), the optimizer's state (optimizer), "
+        "activations of blocks for which it pays (activations), all, or auto (whichever is needed or pays)",
     )
     group.add_argument("--compiled", action="store_true", help="price fused kernels, as torch.compile makes them")
 

@@ -12,6 +12,7 @@ from cost_models.files import write_text
 from cost_models.short_text import ShortRepr
 from cost_models.text import counted
 from passes.plan import Plan
+from passes.plan.host_memory import on_hosts
 from planner.exports.accelerate_table import ACCELERATE_FSDP2
 from planner.exports.configuration_files import FORMS
 from planner.exports.deepspeed_table import DEEPSPEED
@@ -92,10 +93,9 @@ def export(plan: Plan, framework: str) -> ExportedLayout:
         >>> print(export(Plan.load("plan.json"), "megatron").text)
     """
     table = framework_named(framework)
-    if plan.step.offload:
-        raise ValueError(
-            f"the plan has {plan.step.offload} state in the hosts' memory, which no export says: plan without offload"
-        )
+    stored = " and ".join(on_hosts(plan.step))
+    if stored:
+        raise ValueError(f"the plan has {stored} in the hosts' memory, which no export says: plan without offload")
     facts = PlanFacts.of(plan)
     rows = [(row, row.value(facts)) for row in table.settings]
     step = plan.step

@@ -122,7 +122,7 @@ def _demands(plan: Plan, max_programs: float | None) -> Demands:
     step = plan.step
     return read_demands(
         headroom=step.headroom,
-        training=TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload)),
+        training=TrainingOptions(step.optimizer, step.gradient_dtype or None, step.optimizer_on_host),
         offload=step.offload or NEVER,
         compiled=step.compiled,
         memory_limit=plan.certificate.demands.get("memory_limit"),

@@ -27,13 +27,15 @@ STEP_CAUSES: Mapping[str, str] = {
     "receive_forward": "received from other stages",
     "receive_backward": "received from other stages",
 }
+_CONTENTION = "compute slowed by communication beside it"
+_CARRY = "activations on their way to the host and back"
 #: What else the backward pass of a layer takes: fields of ``LayerSeconds`` that a plan tells apart.
 _BACKWARD_CAUSES: Mapping[str, str] = {
     "recompute": "computed again for the backward pass",
     "recommunicate": "collectives issued again for the backward pass",
     "accumulate": "gradients added over micro-batches",
+    "carry_backward": _CARRY,
 }
-_CONTENTION = "compute slowed by communication beside it"
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class _Ledger:
         forward, backward = units.seconds(unit)
         if field == "forward":
             self.unit_shares[unit][0] += share
-            self.rest[_CONTENTION] += share * (costs.forward - forward)
+            self.rest[_CARRY] += share * parts.carry_forward
+            self.rest[_CONTENTION] += share * (costs.forward - forward - parts.carry_forward)
         elif field == "backward":
             self.unit_shares[unit][1] += share
             beside = {cause: getattr(parts, name) for name, cause in _BACKWARD_CAUSES.items()}

@@ -115,7 +115,7 @@ def _of_step(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, P
         pins=plan.constraints,
         blocks=folded_runs(graph, plan.blocks),
     )
-    step_units = StepUnits.of(space, compiled=step.compiled)
+    step_units = StepUnits.of(space, compiled=step.compiled, offload=step.offloads_activations)
     if CHUNKED_LOSS in step.recompute:
         space.unconverted = step_units.logits
     experts = sizes.get(EXPERT, 1)

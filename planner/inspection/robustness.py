@@ -164,7 +164,7 @@ class _Rivals:
             asked.get("forbid"),
             headroom=step.headroom,
             memory_limit=asked.get("memory_limit"),
-            training=TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload)),
+            training=TrainingOptions(step.optimizer, step.gradient_dtype or None, step.optimizer_on_host),
             offload=step.offload or NEVER,
             compiled=step.compiled,
             time_limit=time_limit,
@@ -172,7 +172,7 @@ class _Rivals:
         )
         fusion = fuse(graph) if step.compiled else None
         self.space = ShardingSpace.of(graph, fusion=fusion, pins=plan.constraints)
-        self.step_units = StepUnits.of(self.space, compiled=step.compiled)
+        self.step_units = StepUnits.of(self.space, compiled=step.compiled, offload=step.offloads_activations)
         #: Shardings on the plan's own cluster, which other memory does not change.
         self.level_one = LevelOne(cluster, self.space, self.step_units)
         self.fullest = max(rank.total for rank in step.memory)

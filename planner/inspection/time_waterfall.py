@@ -16,6 +16,7 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
     "collectives inside layers": ("communication_forward", "communication_backward", "recommunicate"),
     "gradients added over micro-batches": ("accumulate",),
     "compute slowed by communication beside it": ("contention_forward", "contention_backward"),
+    "activations on their way to the host and back": ("carry_forward", "carry_backward"),
 }
 
 
@@ -64,7 +65,7 @@ def waterfall(plan: Plan, report: StepReport) -> tuple[WaterfallBar, ...]:
 
 def _update_text(step: StepPlan) -> str:
     moved = "parameters, gradients and moments read and written once a step"
-    return f"{moved}, on the host, and carried there and back" if step.offload else moved
+    return f"{moved}, on the host, and carried there and back" if step.optimizer_on_host else moved
 
 
 def _idle_seconds(report: StepReport, rank: int) -> float:

@@ -61,6 +61,6 @@ def on_planned_memory(optimizer: torch.optim.Optimizer, plan: Plan) -> torch.opt
     Raises:
         ValueError: for an optimizer that cannot run on the host.
     """
-    if not plan.step.offload or isinstance(optimizer, OffloadedOptimizer):
+    if not plan.step.optimizer_on_host or isinstance(optimizer, OffloadedOptimizer):
         return optimizer
     return OffloadedOptimizer(optimizer)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
+from passes.plan.step_plan import ON_HOST
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
 from planner.whole_step.candidates.candidates import Candidate, zero_sizes
 from planner.whole_step.candidates.demands import Demands
@@ -56,7 +57,7 @@ class CandidateProblems:
             tied_apart=layout.pipeline > 1,
             ends_together=SCHEDULES[candidate.schedule].placement == "vee",
             training=demands.training,
-            recompute=demands.among("recompute", POLICIES),
+            recompute=demands.among("recompute", (*POLICIES, ON_HOST)),
             zero=demands.among("zero", ZERO_STAGES),
         )
 

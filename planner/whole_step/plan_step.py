@@ -37,6 +37,7 @@ from planner.whole_step.offloading import (
     plan_as_demanded,
     with_divided_state,
     within_hosts,
+    without_activations,
 )
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
@@ -129,14 +130,17 @@ class _Planner:
         self.space = ShardingSpace.of(
             self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks, solver=self.demands.solver
         )
-        self.step_units = StepUnits.of(self.space, compiled=self.demands.compiled)
+        self.step_units = StepUnits.of(
+            self.space, compiled=self.demands.compiled, offload=self.demands.offloads_activations
+        )
         if self.demands.fixed.get("recompute") == {CHUNKED_LOSS}:
             self.space.unconverted = self.step_units.logits  # what is demanded must be possible
 
     def with_demands(self, demands: Demands) -> _Planner:
-        """The same for demands that differ in where optimizer state is; solutions are recorded here, too."""
+        """The same for demands that differ in what is on the hosts; solutions are recorded here, too."""
         other = copy.copy(self)
         other.demands = demands
+        other.step_units = dataclasses.replace(self.step_units, offload=demands.offloads_activations)
         return other
 
     def best(self, cluster: Cluster, objective: str, target_seconds: float | None) -> Plan:
@@ -178,19 +182,25 @@ class _Planner:
             return self.chosen(cluster, demands, search, outcome)
         if not outcome.host_bytes:
             raise infeasible(search, outcome)
-        divided = with_divided_state(demands)
-        if divided is None:
+        less = self.with_less_on_hosts(demands)
+        if less is None:
             raise host_too_small(search, outcome)
-        return self.fastest(cluster, divided)
+        plan = less.fastest(cluster, less.demands)
+        return with_bound(plan, min(outcome.bound, plan.certificate.bound))
+
+    def with_less_on_hosts(self, demands: Demands) -> _Planner | None:
+        """The same for demands that leave less to the hosts than ``demands``; None if these leave nothing more out."""
+        less = without_activations(demands) or with_divided_state(demands)
+        return None if less is None else self.with_demands(less)
 
     def fastest_if_any(self, cluster: Cluster, demands: Demands) -> Plan | None:
         """``fastest``, or None if nothing fits, without working out what would help."""
         plans = []
         for ordered in orders(cluster):
             search, outcome = self.search(ordered, demands)
-            divided = with_divided_state(demands) if outcome.host_bytes else None
-            if divided is not None:
-                return self.fastest_if_any(cluster, divided)
+            less = self.with_less_on_hosts(demands) if outcome.host_bytes else None
+            if less is not None:
+                return less.fastest_if_any(cluster, less.demands)
             plans += [self.chosen(ordered, demands, search, outcome)] if outcome.solutions else []
         return min(plans, key=lambda plan: plan.step.costs.simulated, default=None)
 

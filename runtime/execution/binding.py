@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.pipeline_cut import StageGraph
 from passes.pipeline_cut.step_programs import StageUnit
+from passes.plan.step_plan import ON_HOST
 from passes.torch_compat.module_tables import buffers_of
 from runtime import ops
 from runtime.execution.state_info import StateInfo
 from runtime.execution.step_state import StepState
 from runtime.execution.unit_table import GATHERED_PER_USE, UnitTable, weight_groups
 from runtime.program_tools.compiling import as_compiled, can_be_one_graph
+from runtime.program_tools.offloaded_activations import stay_on_device
 from runtime.program_tools.recompute import always_again, recomputed
 from runtime.programs.program import Block
 from runtime.state.weight_tree import WeightTree
@@ -45,6 +47,7 @@ class BoundUnit:
         self.keeps_weights = all(unit.zero < GATHERED_PER_USE for unit in self.units)
         self._names = tuple(name for _, names in units for name in names)
         count = 1 + max((root for root, _, _ in stage_unit.states), default=0)
+        self._fixed = tuple(fixed.values())
         self.trees = [WeightTree() for _ in range(count)]
         slots: dict[str, list[tuple[dict[str, Any], str]]] = {}
         for root, path, full in stage_unit.states:
@@ -64,6 +67,7 @@ class BoundUnit:
         """The block's outputs, with weights gathered for this run alone; ``forward`` runs it in another way."""
         if not (self._are_owners and self._is_filled):
             self._fill(self._weights())
+        stay_on_device(self._tensors)
         block.weights = self.trees[0] if len(self.trees) == 1 else tuple(self.trees)
         try:
             return (forward or block.forward)(*tensors)
@@ -76,6 +80,10 @@ class BoundUnit:
             for table, name in slots:
                 table[name] = weight
         self._is_filled = True
+
+    def _tensors(self) -> list[torch.Tensor | None]:
+        """What the trees hold: weights as they are used, and the unit's other tensors."""
+        return [*self._fixed, *(table[name] for slots in self._slots for table, name in slots)]
 
     def lend(self, tree: WeightTree) -> None:
         """Put the weights into a program's own tree for operators outside of its units."""
@@ -112,8 +120,9 @@ class ChunkUnits:
         # What recomputes inside of a compiled block is in its graph. Weights gathered for each use stay outside of it,
         # and a block of several graphs runs again as a whole, with its weights.
         inside = self.compiled_on is not None and bound.keeps_weights and can_be_one_graph(block)
-        forward = self._compiled(block, recompute if inside else "none", whole=inside or recompute in ("none", "full"))
-        outside = "none" if inside else recompute
+        graphed = recompute if inside and recompute != ON_HOST else "none"
+        forward = self._compiled(block, graphed, whole=inside or recompute in ("none", "full", ON_HOST))
+        outside = "none" if inside and recompute != ON_HOST else recompute
 
         if not torch.is_grad_enabled() or (outside == "none" and bound.keeps_weights):  # Runs once, here and now.
             return functools.partial(bound.run, block, forward=forward)

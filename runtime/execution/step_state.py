@@ -211,7 +211,7 @@ class StepState:
                     virtual_primary=self.places.layout.marks(info.is_primary(self._mesh)),
                     device_mesh=self.places.parameter_mesh(*self._pieces_beside(info)),
                     placements=info.torch_placements(self._mesh, *self._pieces_beside(info)),
-                    state_on_host=self.placing is not None and bool(self.placing.plan.step.offload),
+                    state_on_host=self.placing is not None and self.placing.plan.step.optimizer_on_host,
                 )
             )
         return tuple(pieces)

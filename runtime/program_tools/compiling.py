@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from passes.autograd.kernels import EXPENSIVE
 from passes.ir.types import I, P, R
+from passes.plan.step_plan import ON_HOST
 from runtime import ops
 from runtime.program_tools.compiled_collectives import Collectives, joint_axis
 from runtime.program_tools.recompute import POLICIES, recomputed
@@ -54,6 +55,8 @@ def as_compiled(
     """
     if recompute not in POLICIES:
         raise ValueError(f"unknown recompute policy {recompute!r}: expected one of {', '.join(POLICIES)}")
+    if recompute == ON_HOST:
+        return recomputed(as_compiled(block, device_mesh, backend=backend), recompute)
     if can_be_one_graph(block):
         return types.MethodType(_compiled_forward(type(block), device_mesh, recompute, backend), block)
     if recompute in ("none", "full"):

@@ -8,6 +8,8 @@
                have kept what they bring (a gathered input of a matrix product), with those on the way there. The
                results of all others are kept: they are sent once.
 ``full``       what goes in; everything runs again, collectives too.
+``offload``    what autograd keeps: what goes in on the device, the rest in the host's memory
+               (``runtime.program_tools.offloaded_activations``); nothing runs again.
 
 That is how the planner prices them (``planner.whole_step.costs.unit_costs``). It counts no bytes for what ``selective``
 keeps of
@@ -34,11 +36,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from passes.autograd.kernels import EXPENSIVE
 from runtime.ops import get_random_state, running_again, set_random_state
+from runtime.program_tools.offloaded_activations import offloading
 from runtime.torch_compat.autograd_engine import saved_tensors_hooks_of_thread
 from runtime.torch_compat.dispatcher import without_innermost_mode
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 
-POLICIES = ("none", "selective", "regather", "full")
+POLICIES = ("none", "selective", "regather", "full", "offload")
 #: The functions by which programs communicate.
 _COLLECTIVES = (spmd.all_gather, spmd.all_reduce, spmd.reduce_scatter, spmd.all_to_all, spmd.redistribute)
 
@@ -59,6 +62,8 @@ def recomputed(function: Callable[..., Any], policy: str, *, gathers_weights: bo
         raise ValueError(f"unknown recompute policy {policy!r}: expected one of {', '.join(POLICIES)}")
     if policy == "none":
         return partial(_run_regathering, function, ()) if gathers_weights else function
+    if policy == "offload":
+        return partial(_run_offloading, function)
     if policy == "regather":
         return partial(_run_regathering, function, _COLLECTIVES)
     contexts = _full_contexts if policy == "full" else _selective_contexts
@@ -143,9 +148,9 @@ class _Part:
 class _Regathering(TorchFunctionMode):
     """Runs a region and notes where the results of ``collectives`` come from."""
 
-    def __init__(self, collectives: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, collectives: Sequence[Callable[..., Any]], keep: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self.collectives = frozenset(collectives)
+        self.collectives, self.keep = frozenset(collectives), keep
         self.sources: dict[StorageWeakRef, tuple[_ValueSource, int, torch.dtype]] = {}
 
     def add(self, tensors: Sequence[torch.Tensor], source: _ValueSource) -> None:
@@ -165,20 +170,33 @@ class _Regathering(TorchFunctionMode):
         source, index, dtype = self.sources.get(_storage(tensor), (None, 0, None))
         return None if source is None or dtype != tensor.dtype else _Part(source, index, tensor)
 
-    def pack(self, tensor: torch.Tensor) -> _Part | torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Any:
         part = self.part(tensor)
         if part is None:
-            return tensor
+            return self.keep(tensor)
         part.source.keep()
         return part
 
 
-def _unpack(packed: _Part | torch.Tensor) -> torch.Tensor:
-    return packed.tensor() if isinstance(packed, _Part) else packed
+def _unpack(packed: Any) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed.tensor()
 
 
-def _run_regathering(function: Callable[..., Any], collectives: Sequence[Callable[..., Any]], *tensors: Any) -> Any:
-    outer, region = _thread.regathering, _Regathering(collectives)
+def _run_offloading(function: Callable[..., Any], *tensors: Any) -> Any:
+    with offloading(tensors) as region:
+        outputs = _run_regathering(function, (), *tensors, keep=region.keep)
+    region.done(outputs)
+    return outputs
+
+
+def _run_regathering(
+    function: Callable[..., Any],
+    collectives: Sequence[Callable[..., Any]],
+    *tensors: Any,
+    keep: Callable[[torch.Tensor], Any] = lambda tensor: tensor,
+) -> Any:
+    """``keep`` is what is kept of a tensor that no collective brought: itself, or something with ``tensor()``."""
+    outer, region = _thread.regathering, _Regathering(collectives, keep)
     _thread.regathering = region
     try:
         noting = region if collectives else contextlib.nullcontext()

@@ -85,5 +85,5 @@ def precision_of(plan: Plan) -> Precision:
     """
     if plan.step.optimizer == CALLERS:
         return Precision(master=None, gradient=None)
-    master = "float32" if plan.step.optimizer != "none" and not plan.step.offload else None
+    master = "float32" if plan.step.optimizer != "none" and not plan.step.optimizer_on_host else None
     return Precision(master=master, gradient=plan.step.gradient_dtype or "float32")

@@ -9,7 +9,7 @@ from typing import Any
 
 from cost_models.fields import suggest
 from cost_models.schedules import SCHEDULES
-from passes.plan.host_memory import OPTIMIZER
+from passes.plan.step_plan import ACTIVATIONS, ALL, ON_HOST, OPTIMIZER
 from planner.solvers.pulp_solver import HIGHS
 from planner.whole_step.candidates.mesh_layout import AXES
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES, TrainingOptions
@@ -24,7 +24,7 @@ CHOICES: Mapping[str, Collection[Any] | None] = {
     "num_microbatches": None,
     "chunks_per_rank": None,
     "schedule": SCHEDULES.keys(),  # those that are registered later, too
-    "recompute": POLICIES,
+    "recompute": (*POLICIES, ON_HOST),
     "zero": ZERO_STAGES,
     ZERO_RANKS: None,
 }
@@ -40,9 +40,9 @@ EXPERT_PROGRAMS = 400.0
 TIME_LIMIT, EXPERT_TIME_LIMIT = 90.0, 600.0
 
 
-#: Where ``offload`` may say that optimizer state is: on the devices, on the hosts, or wherever the step is better.
+#: What ``offload`` may say is in the hosts' memory: nothing, whatever makes the step better, or what is named.
 NEVER, AUTO = "never", "auto"
-OFFLOADS = (NEVER, AUTO, OPTIMIZER)
+OFFLOADS = (NEVER, AUTO, OPTIMIZER, ACTIVATIONS, ALL)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Demands:
             again with more effort counts as so many more. Unlike ``time_limit`` it stops at the same point every time.
             None: ``EXPERT_PROGRAMS`` for a model with experts, whose bounds seldom close the gap, else no limit.
         solver: PuLP's name of the solver of integer programs.
-        offload: one of ``OFFLOADS``; what is planned for is in ``training.offload``.
+        offload: one of ``OFFLOADS``; whether that is the optimizer is in ``training.offload``, too.
     """
 
     fixed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
@@ -81,6 +81,11 @@ class Demands:
     max_programs: float | None = None
     solver: str = HIGHS
     offload: str = NEVER
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether units may keep activations on the host."""
+        return self.offload in (ACTIVATIONS, ALL) or ON_HOST in self.fixed.get("recompute", ())
 
     def seconds_of(self, num_experts: int) -> float:
         """Seconds that the search of a model with so many experts may take (1: it has none)."""
@@ -148,6 +153,12 @@ def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -
     return {**(fix or {}), **fixed}
 
 
+def recorded_offload(demands: Demands) -> str:
+    """What a step of such ``demands`` says of its hosts (``StepPlan.offload``)."""
+    optimizer, activations = demands.training.offload, demands.offloads_activations
+    return {(True, True): ALL, (True, False): OPTIMIZER, (False, True): ACTIVATIONS}.get((optimizer, activations), "")
+
+
 def recorded(demands: Demands) -> dict[str, Any]:
     """What a certificate says of ``demands``, for ``read_demands``: all that a plan does not say elsewhere, but time.
 
@@ -204,7 +215,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_offload(value: Any) -> None:
-    """Raise ValueError unless ``value`` says where optimizer state may be."""
+    """Raise ValueError unless ``value`` says what may be on the hosts."""
     if value not in OFFLOADS:
         raise ValueError(f"offload must be one of {', '.join(OFFLOADS)}, got {value!r}")
 

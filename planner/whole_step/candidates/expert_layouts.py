@@ -36,7 +36,8 @@ from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import StepUnits, UnitFigures
+from planner.whole_step.costs.unit_costs import StepUnits
+from planner.whole_step.costs.unit_figures import UnitFigures
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, extract, judge
 

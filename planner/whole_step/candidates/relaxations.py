@@ -104,4 +104,4 @@ def _grown(cluster: Cluster, times: int) -> Cluster:
     outer = cluster.levels[-1]
     levels = (*cluster.levels[:-1], replace(outer, group_size=outer.group_size * times))
     groups = tuple(DeviceGroup(group.device, group.count) for _ in range(times) for group in cluster.groups)
-    return Cluster(f"{cluster.name}*{times}", groups, levels)
+    return Cluster(f"{cluster.name}*{times}", groups, levels, unequal=cluster.unequal, host=cluster.host)

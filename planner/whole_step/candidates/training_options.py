@@ -12,7 +12,7 @@ from passes.plan.step_plan import CHUNKED_LOSS
 ZERO_STAGES = (0, 1, 2, 3)
 #: Dtypes that gradients can be summed in: torch adds nothing in 8 bits, and integers are none.
 GRADIENT_DTYPES = ("float64", "float32", "bfloat16", "float16")
-#: Recompute policies in the order of what they keep; the last is of units that compute the loss alone.
+#: Recompute policies on the device in the order of what they keep; the last is of units that compute the loss alone.
 POLICIES = ("none", "regather", "selective", "full", CHUNKED_LOSS)
 
 

@@ -13,7 +13,8 @@ from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices
-from planner.whole_step.costs.unit_costs import StepUnits, UnitFigures, unit_figures
+from planner.whole_step.costs.unit_costs import StepUnits, unit_figures
+from planner.whole_step.costs.unit_figures import UnitFigures
 
 
 @dataclass(frozen=True)

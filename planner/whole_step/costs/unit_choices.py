@@ -13,7 +13,7 @@ from planner.pipeline_ilp.stage_problem import UnitChoice, UnitRun
 from planner.whole_step.candidates.mesh_layout import REPLICAS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import ZERO_STAGES, TrainingOptions
 from planner.whole_step.costs.step_prices import DATA, PIPELINE
-from planner.whole_step.costs.unit_costs import Policy, UnitFigures, Weight
+from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight
 
 #: Tensors of a parameter's bytes that an optimizer on the host moves: gradient and weight down, weight up.
 CARRIED = 3
@@ -130,9 +130,11 @@ def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSett
         (figures.compute[1], figures.communication[1], policy.compute, policy.communication, zero.accumulate)
     )
     slower_forward, slower_backward = _contention(forward, backward, zero, setting)
+    forward, backward = forward + slower_forward, backward + slower_backward
+    late_forward, late_backward = _carry(policy, forward, backward, setting)
     return LayerCosts(
-        forward=forward + slower_forward,
-        backward=backward + slower_backward,
+        forward=forward + late_forward,
+        backward=backward + late_backward,
         backward_weight=figures.weight_backward + zero.accumulate,
         gather_forward=zero.gather_forward,
         gather_backward=zero.gather_backward,
@@ -143,6 +145,7 @@ def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSett
         state_bytes=zero.state_bytes,
         saved_bytes=policy.saved_bytes,
         peak_bytes=policy.peak_bytes + zero.transient_bytes,
+        host_bytes=policy.host_bytes,
     )
 
 
@@ -161,7 +164,20 @@ def seconds_by_cause(figures: UnitFigures, label: tuple[str, str], setting: Stag
         accumulate=zero.accumulate,
     )
     slower_forward, slower_backward = _contention(parts.forward, parts.backward, zero, setting)
-    return replace(parts, contention_forward=slower_forward, contention_backward=slower_backward)
+    parts = replace(parts, contention_forward=slower_forward, contention_backward=slower_backward)
+    late_forward, late_backward = _carry(policy, parts.forward, parts.backward, setting)
+    return replace(parts, carry_forward=late_forward, carry_backward=late_backward)
+
+
+def _carry(policy: Policy, forward: float, backward: float, setting: StageSetting) -> tuple[float, float]:
+    """Seconds by which activations take longer to the host than the units after take forward, and back than those
+    before take backward: in a row of equal units, than the unit itself."""
+    if not policy.host_bytes:
+        return 0.0, 0.0
+    cluster = setting.links.axes.cluster
+    assert cluster.host is not None  # ``planner.whole_step.offloading`` has refused it
+    carried = cluster.host.carry_seconds(policy.host_bytes, num_devices=cluster.host.num_devices(cluster.levels))
+    return max(0.0, carried - forward), max(0.0, carried - backward)
 
 
 def _contention(forward: float, backward: float, zero: _Zero, setting: StageSetting) -> tuple[float, float]:

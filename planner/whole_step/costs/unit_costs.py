@@ -17,71 +17,35 @@ from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
 from passes.ir.types import Placement
 from passes.losses import ChunkedUnits, Placed, strategies
-from passes.plan.step_plan import CHUNKED_LOSS
+from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
 from planner.whole_step.costs.step_prices import weight_share
+from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight, on_host
 
 #: The policy of ``passes.autograd.recompute_policies`` on which each policy of the planner's own rests.
-_BASES = {"regather": "none", CHUNKED_LOSS: "none"}
+_BASES = {"regather": "none", CHUNKED_LOSS: "none", ON_HOST: "none"}
 #: Policies that keep the results of collectives for the backward pass.
-_KEEPS_COPIES = ("none", CHUNKED_LOSS)
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of one copy of a unit: elements on one device, dtype; ``uses``: units that use it (tied if several);
-    ``shared``: the copies of the unit have it in common; ``expert``: a mixture's experts, which ``ep`` divides."""
-
-    path: str
-    elements: int
-    dtype: str
-    trainable: bool
-    uses: tuple[int, ...]
-    shared: bool
-    expert: bool = False
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A recompute policy: seconds that it adds to backward (compute, communication), bytes kept, peak beyond them."""
-
-    name: str
-    compute: float
-    communication: float
-    saved_bytes: float
-    peak_bytes: float
-
-
-@dataclass(frozen=True)
-class UnitFigures:
-    """One copy of a unit: seconds forward and backward by stream, the part of backward for weights, bytes sent on."""
-
-    unit: ModelUnit
-    compute: tuple[float, float]
-    communication: tuple[float, float]
-    weight_backward: float
-    policies: tuple[Policy, ...]
-    weights: tuple[Weight, ...]
-    buffer_bytes: float
-    entering_bytes: float
+_KEEPS_COPIES = ("none", CHUNKED_LOSS, ON_HOST)
 
 
 @dataclass(frozen=True)
 class StepUnits:
     """What autograd saves of every unit under every policy, whatever the sharding: computed once per graph.
 
-    ``activations`` are the graph's saved activations. ``chunked`` are the units whose loss may be computed in chunks,
-    ``chunked_activations`` the saved activations if it is.
+    ``activations`` are the graph's saved activations; ``offload`` says whether units may keep theirs on the host.
+    ``chunked`` are the units whose loss may be computed in chunks, ``chunked_activations`` the saved activations if it
+    is.
     """
 
     units: tuple[ModelUnit, ...]
     activations: Activations
     recompute: Mapping[tuple[int, str], Recompute]
     compiled: bool = False
+    offload: bool = False
     chunked: ChunkedUnits | None = None
     chunked_activations: Activations | None = None
 
@@ -94,7 +58,7 @@ class StepUnits:
         return frozenset(node.output.name for pair in pairs for node in (pair.linear, *pair.between))
 
     @staticmethod
-    def of(space: ShardingSpace, *, compiled: bool = False) -> StepUnits:
+    def of(space: ShardingSpace, *, compiled: bool = False, offload: bool = False) -> StepUnits:
         graph, live = space.graph, live_nodes(space.graph)
         units = find_units(graph, space.runs)
         activations = Activations.of(graph, live, [name for unit in units for name in unit.nodes])
@@ -105,12 +69,12 @@ class StepUnits:
         }
         chunked = chunked_units(graph, space.runs, units)
         if not chunked.pairs:
-            return StepUnits(units, activations, recompute, compiled)
+            return StepUnits(units, activations, recompute, compiled, offload)
         inside = [name for nodes in chunked.nodes.values() for name in nodes]
         chunked_activations = Activations.of(chunked.graph, live_nodes(chunked.graph), inside)
         for index, nodes in chunked.nodes.items():
             recompute[index, CHUNKED_LOSS] = kept_under(chunked_activations, nodes, "none", compiled=compiled)
-        return StepUnits(units, activations, recompute, compiled, chunked, chunked_activations)
+        return StepUnits(units, activations, recompute, compiled, offload, chunked, chunked_activations)
 
 
 @dataclass(frozen=True)
@@ -292,6 +256,8 @@ class _FigureReader:
             policies.append(self._policy(index, "regather", way, copies))
         policies.append(self._policy(index, "selective", way, copies))
         policies.append(self._policy(index, "full", way, copies))
+        if self.step_units.offload and self.units[index].count > 1:
+            policies.append(self._policy(index, ON_HOST, way, copies))
         chunked = self._with_chunked_loss(index)
         if chunked is not None:
             policies.append(self._policy(index, CHUNKED_LOSS, chunked, self._converted_copies(index, chunked)))
@@ -359,6 +325,9 @@ class _FigureReader:
             extra_bytes=self._extra_bytes,
             compiled=self.step_units.compiled,
         )
+        if name == ON_HOST:
+            staying = sum(self._local_bytes(self.values[root]) for root in roots if root in unit.carried)
+            return on_host(compute, again, saved, peak + visiting, staying=staying)
         return Policy(name, compute, again, saved, peak + visiting)
 
     def _visiting_bytes(self, way: UnitVariant) -> float:

@@ -15,14 +15,13 @@ from cost_models.step_interval import step_interval
 from cost_models.step_time import peak_in_flight, step_memory, step_seconds
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
-from passes.plan.host_memory import OPTIMIZER
 from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StageDevice, StepCosts, StepPlan
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.sharding_ilp.model_figures import compute_dtype, model_flops
 from planner.sharding_ilp.plan_of_assignment import make_plan
 from planner.solvers.pulp_solver import solver_text
 from planner.whole_step.best_first import Search
-from planner.whole_step.candidates.demands import recorded
+from planner.whole_step.candidates.demands import recorded, recorded_offload
 from planner.whole_step.costs.step_prices import CONTEXT, TENSOR
 from planner.whole_step.costs.unit_choices import seconds_by_cause, state_bytes, with_tied_copies
 from planner.whole_step.result.outcome import Outcome, StepSolution
@@ -139,7 +138,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         optimizer=demands.training.optimizer,
         gradient_dtype=demands.training.gradient_dtype or "",
         zero_ranks=candidate.layout.zero_ranks if divides else 0,
-        offload=OPTIMIZER if demands.training.offload else "",
+        offload=recorded_offload(demands),
         compiled=demands.compiled,
         costs=costs,
         memory=memory_by_rank(search, best.solution, best.step),
@@ -208,7 +207,7 @@ def memory_by_rank(search: Search, solution: StepSolution, step: PipelineStep) -
     """
     problem, assignment = solution.problem, solution.assignment
     totals = step_memory(step)
-    flight = peak_in_flight(step)
+    flight, flight_on_host = peak_in_flight(step), peak_in_flight(step, "host_bytes")
     setting = search.setting(solution.candidate)
     figures = with_tied_copies(solution.sharded.figures)
     rank_memories = []
@@ -225,6 +224,7 @@ def memory_by_rank(search: Search, solution: StepSolution, step: PipelineStep) -
                 parts = state_bytes(held, _zero_stage(option.label), setting)
                 states = [before + count * part for before, part in zip(states, _by_part(parts))]
                 activations += count * option.costs.saved_bytes * flight[chunk]
+                states[3] += count * option.costs.host_bytes * flight_on_host[chunk]
         parameters, gradients, optimizer, on_host = states
         transient = max(0.0, total - (parameters + gradients + optimizer) - activations)
         rank_memories.append(RankMemory(parameters, gradients, optimizer, activations, transient, on_host))
