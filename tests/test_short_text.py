@@ -12,6 +12,7 @@ import planner
 from cost_models import Cluster
 from cost_models.short_text import WIDTH, ShortRepr, fold
 from cost_models.text import counted
+from passes.capture import capture
 from passes.plan import CollectivePlan, Plan
 from planner.auditing.audit_report import AuditReport, compared, refuted
 from planner.inspection.operator_reasons import PlanReasons
@@ -44,6 +45,7 @@ def returned() -> Iterator[Any]:
     yield from (cluster, cluster.device, cluster.levels[0], plan.export("megatron"))
     module = planner.compile(Mlp(layers=2), "dp=1", **CALL)
     yield from (module, module.plan, module.program)
+    yield capture(Mlp(layers=2), args=CALL["example_inputs"], loss_fn=CALL["loss_fn"])
 
 
 def test_everything_prints_in_few_lines_of_80_columns() -> None:

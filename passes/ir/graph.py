@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cost_models.dtypes import ITEM_SIZE
+from cost_models.short_text import ShortRepr
 from passes.ir.value_guards import ValueGuards
 
 ValueKind = Literal["input", "parameter", "buffer", "constant", "node"]
@@ -136,8 +137,8 @@ def map_refs(args: Any, function: Callable[[Ref], Any]) -> Any:
     return args
 
 
-@dataclass(frozen=True)
-class Graph:
+@dataclass(frozen=True, repr=False)
+class Graph(ShortRepr):
     """A captured model.
 
     Attributes:
