@@ -39,7 +39,7 @@ class HostLink(Protocol):
 
 
 class ProcessorLink:
-    """Of a processor, whose memory is the host's: copies at once."""
+    """Of a processor, whose memory is the host's, and of what has no memory: copies at once."""
 
     def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return data.clone(), None
@@ -215,7 +215,7 @@ def use_link(device: torch.device, link: HostLink) -> None:
 
 def _link(device: torch.device) -> HostLink:
     if device not in _thread.links:
-        _thread.links[device] = ProcessorLink() if device.type == "cpu" else AcceleratorLink(device)
+        _thread.links[device] = ProcessorLink() if device.type in ("cpu", "meta") else AcceleratorLink(device)
     return _thread.links[device]
 
 
