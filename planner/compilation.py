@@ -249,7 +249,8 @@ def in_place_of(
     if isinstance(optimizer, torch.optim.Optimizer):
         if optimizer.state and not parallel.is_planned:
             raise ValueError("an optimizer with state needs a plan to cut it by: give example_inputs to compile()")
-        adopt(optimizer, model, dict(parallel.named_parameters(remove_duplicate=False)), parallel.owned())
+        named = dict(parallel.named_parameters(remove_duplicate=False))
+        adopt(optimizer, dict(model.named_parameters()), named, parallel.owned())
     return parallel
 
 
