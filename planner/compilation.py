@@ -22,6 +22,7 @@ from planner.checkpointed_models import CheckpointedModel, enables_checkpoints, 
 from planner.engine_under_another_plan import ModelReplanner
 from planner.extensions import load_extensions
 from planner.later_planning import is_step_on_axes, planned_later
+from planner.operators_of_calls import within_a_stage
 from planner.planning import as_cluster, check_samples, example_inputs_of, plan_graph
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
@@ -248,7 +249,8 @@ def in_place_of(
     if isinstance(optimizer, torch.optim.Optimizer):
         if optimizer.state and not parallel.is_planned:
             raise ValueError("an optimizer with state needs a plan to cut it by: give example_inputs to compile()")
-        adopt(optimizer, model, dict(parallel.named_parameters(remove_duplicate=False)), parallel.owned())
+        named = dict(parallel.named_parameters(remove_duplicate=False))
+        adopt(optimizer, dict(model.named_parameters()), named, parallel.owned())
     return parallel
 
 
@@ -344,24 +346,13 @@ def _engine(
         if plan.step.decides_units and example_inputs is None:
             example_inputs = planned_inputs(plan)
         if planner is None:
-            planner = _within_a_stage(plan, places)
+            planner = within_a_stage(plan, places)
     example: Any = None
     if example_inputs is not None:
         by_name = isinstance(example_inputs, Mapping)
         example = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
     options: dict[str, Any] = {"loss_fn": loss_fn, "compute": compute, "planner": planner, "buffers": buffers}
     return Engine(model, places, plan=plan, example=example, **options)
-
-
-def _within_a_stage(plan: Plan, places: Places) -> Planner:
-    """A planner for operators that ``plan`` does not contain: it splits them over the ranks of one stage."""
-
-    def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
-        cluster = Cluster.from_dict(plan.cluster).subset(plan.mesh.num_devices)
-        with places.layout.plain():
-            return plan_graph(graph, cluster, mesh=plan.mesh, pinned=pinned)
-
-    return find_plan
 
 
 def planned_inputs(plan: Plan) -> dict[str, torch.Tensor]:

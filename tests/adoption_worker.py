@@ -172,6 +172,68 @@ def state_from_before_the_plan_is_cut_as_the_plan_cuts_weights() -> float:
     return max(apart)
 
 
+class Prompted(nn.Module):
+    """Trained vectors before the tokens, added to frozen embeddings; a table that nothing else reads weighs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8).requires_grad_(False)
+        self.prompt = nn.Parameter(torch.randn(2, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 12)
+        self.register_buffer("weights", torch.arange(12.0) % 3)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        prompt = (self.embedding(torch.arange(2)) + self.prompt).expand(len(tokens), 2, 8)
+        x = torch.cat([prompt, self.embedding(tokens)], dim=1)
+        labels = torch.cat([labels.new_full((len(labels), 2), -100), labels], dim=1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits = self.head(x).flatten(0, 1)
+        weighed = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / self.weights[tokens].sum()
+        return {"loss": weighed + nn.functional.cross_entropy(logits, labels.flatten())}
+
+
+def totals_read_states_of_other_stages() -> float:
+    """The first stage's, and one that no stage reads; constants of the prompt are no part of them."""
+    batch = {"tokens": torch.arange(32).reshape(8, 4) % 12, "labels": torch.arange(32).reshape(8, 4) % 7}
+    model, options = seeded(Prompted), {"fix": {"pp": 2, "num_microbatches": 2}}
+    parallel = planner.compile(seeded(Prompted), slow_devices(2), example_inputs=batch, **options)
+    loss = model(**batch)["loss"]
+    loss.backward()
+    apart = [difference(parallel.train_step(**batch), loss.detach())]
+    gradients = parallel.full_gradients()
+    return max(apart + [difference(gradients[name], p.grad) for name, p in model.named_parameters() if p.requires_grad])
+
+
+class SmoothedInTraining(TiedClassifier):
+    """Does in training mode what it does not in evaluation mode, with samples and with the loss."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = super().forward(tokens, labels)
+        if self.training:
+            smooth = torch.tanh(outputs["logits"]).square().mean()
+            outputs = {"loss": outputs["loss"] + smooth, "logits": outputs["logits"]}
+        return outputs
+
+
+def micro_batches_of_a_model_compiled_in_evaluation_mode() -> float:
+    """As ``from_pretrained`` hands models out; there are operators then that the plan does not know."""
+    model, options = seeded(SmoothedInTraining), {"fix": {"pp": 2, "num_microbatches": 2}}
+    compiled = seeded(SmoothedInTraining).eval()
+    parallel = planner.compile(compiled, slow_devices(2), example_inputs=token_batch(), **options)
+    apart = []
+    for module_mode in (True, False):
+        model.zero_grad()
+        parallel.zero_grad()
+        loss = model.train(module_mode)(**token_batch())["loss"]
+        loss.backward()
+        apart.append(difference(parallel.train(module_mode).train_step(**token_batch()), loss.detach()))
+        gradients = parallel.full_gradients()
+        apart += [difference(gradients[name], one.grad) for name, one in model.named_parameters() if name in gradients]
+    return max(apart)
+
+
 def gradients_in_evaluation_mode() -> float:
     """Of outputs that are no loss, under a plan that was made in training mode; and once it is left by hand."""
     model, parallel = seeded(Mlp), planner.compile(seeded(Mlp), fix={"dp": 2})
@@ -197,6 +259,8 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     weights_that_are_made_first_are_reduced_once,
     the_first_train_step_may_plan_a_pipeline,
     state_from_before_the_plan_is_cut_as_the_plan_cuts_weights,
+    totals_read_states_of_other_stages,
+    micro_batches_of_a_model_compiled_in_evaluation_mode,
     gradients_in_evaluation_mode,
 )
 

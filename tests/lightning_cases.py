@@ -21,6 +21,8 @@ class Language(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self, *, own_loss: bool = True) -> None:
         super().__init__()
         self.model = llama()
+        #: Some scripts make it with the module, others when they are asked for it.
+        self.optimizer = None if own_loss else torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.own_loss = own_loss
         self.rows = SumMetric()
         self.logged: list[float] = []
@@ -45,7 +47,7 @@ class Language(lightning.LightningModule):  # type: ignore[misc]
         self.rows.reset()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = self.optimizer or torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

@@ -16,7 +16,7 @@ from tests.tracing import traced_once
 def main() -> None:
     folder = Path(task())
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    first = lightning_script("pp=2", str(folder / "pp"), sizes=FULL, max_epochs=1, own_loss=False)
+    first = lightning_script("pp=2", str(folder / "pp"), sizes=FULL, max_epochs=1, own_loss=False, precision="64-true")
     path = first.checkpoint_callback.best_model_path
     second = lightning_script("tp=2", str(folder / "tp"), sizes=FULL, resume=str(folder / "stock.ckpt"))
     logged = {"pp=2": first, "resumed on tp=2": second}

@@ -76,6 +76,23 @@ class MeanOverWeights(Chain):
         return (weights * (y - target).square()).sum() / weights.sum()
 
 
+class Gated(Chain):
+    """Divided by how many of the results a gate, which gets no gradient, lets pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(SIZE, 1)
+
+    def loss(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().sum() / ((self.gate(y).detach() > 0).sum() + 1)
+
+
+class FrozenGate(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.requires_grad_(False)
+
+
 class Frozen(Chain):
     """The first and the last linear are not trained: the first chunk has no gradients at all."""
 

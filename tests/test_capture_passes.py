@@ -152,6 +152,9 @@ def into_other_tensors(y: torch.Tensor) -> torch.Tensor:
         z, largest, places = y.clone(), y.new_empty(2, 3), y.new_empty(2, 3, dtype=torch.long)
         torch.div(y[:, 1:], 3, out=z[:, :2])
         torch.max(z, -1, out=(largest, places))
+        torch.eye(3, 8, out=z[0])
+        torch.arange(3, out=places[1])
+        torch.full((3,), 7, out=largest[1])
     return y * z + (largest * places).unsqueeze(-1)
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    CLIPVisionConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 import planner
 from passes.capture import capture
@@ -50,6 +59,22 @@ def test_on_one_device_two_programs_serve_prompts_of_several_lengths() -> None:
     with pytest.raises(ValueError, match=r"output_attentions and .* generate\(gathered=True\)"):
         parallel.generate(tokens, output_attentions=True, return_dict_in_generate=True, **options)
     assert generated(parallel, "gpt2", "greedy", gathered=True) == generated(model, "gpt2", "greedy")
+
+
+def test_images_are_encoded_by_the_program_of_the_prompt() -> None:
+    """``generate`` would encode them itself first, with a model that has no weights."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = LlamaConfig(vocab_size=32, **sizes, bos_token_id=0, eos_token_id=31, pad_token_id=1)
+    vision = CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_id=30, pad_token_id=1)
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).eval()
+    tokens = torch.tensor([[30] * 4 + [3, 5], [30] * 4 + [7, 2]])
+    pictures = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": torch.randn(2, 3, 8, 8)}
+    parallel = planner.compile(model, "dp=1", example_inputs={**pictures, "labels": tokens})
+    options = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    with torch.inference_mode():
+        assert parallel.generate(**pictures, **options).tolist() == model.generate(**pictures, **options).tolist()
 
 
 def test_a_token_is_written_into_the_cache_where_it_lies() -> None:

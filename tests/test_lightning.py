@@ -17,7 +17,9 @@ from tests.ranks import run_on_ranks
 
 def test_a_script_logs_the_same_and_goes_on_from_either_checkpoint(tmp_path: Path) -> None:
     """Evaluated before it trains; accumulation, clipping, a schedule by steps. Both write the same checkpoint."""
-    first = lightning_script(None, str(tmp_path / "first"), sizes=FULL, max_epochs=1, own_loss=False)
+    first = lightning_script(
+        None, str(tmp_path / "first"), sizes=FULL, max_epochs=1, own_loss=False, precision="64-true"
+    )
     first.save_checkpoint(tmp_path / "stock.ckpt")
     second = lightning_script(None, str(tmp_path / "second"), sizes=FULL, resume=str(tmp_path / "stock.ckpt"))
     logged = run_on_ranks("lightning_worker", 2, str(tmp_path))

@@ -124,3 +124,33 @@ def test_what_would_change_nothing_is_refused(case: str) -> None:
     parallel = planner.compile(seeded(Layers), "dp=1,tp=1", example_inputs=batch())
     with pytest.raises(ValueError, match=message):
         act(parallel)
+
+
+class Switched(nn.Module):
+    """Has the attributes of the module that a switch chooses, as PEFT's wrappers of modules to save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self._is_first = nn.Linear(6, 4), nn.Linear(6, 4), False
+
+    @property
+    def is_first(self) -> bool:
+        return self._is_first
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.first if self.is_first else self.second, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x).square().mean()
+
+
+def test_attributes_that_a_class_looks_up_itself_are_found() -> None:
+    """transformers asks every module for some that none has."""
+    x = batch()["x"]
+    parallel = planner.compile(seeded(lambda: nn.Sequential(Switched())), "dp=1", example_inputs=(x,))
+    switched = parallel.get_submodule("0")
+    assert isinstance(switched, Switched) and not hasattr(switched, "hf_device_map")
+    assert switched.weight is switched.second.weight is dict(parallel.named_parameters())["0.second.weight"]

@@ -179,6 +179,13 @@ def test_what_is_no_sum_over_samples_is_refused() -> None:
             step_programs(graph_of(build), plan, num_microbatches=4)
 
 
+def test_a_weight_that_only_a_total_needs_is_refused() -> None:
+    """It would be gathered for no unit of the step; frozen, it is data."""
+    with pytest.raises(ValueError, match=r"'gate\.weight' is needed for a total of the whole batch alone"):
+        step_programs(graph_of(models.Gated), plan_of(models.Gated, pp=2, num_microbatches=4))
+    assert programs(models.FrozenGate).counting
+
+
 def test_outputs_that_are_no_sums_are_refused() -> None:
     with pytest.raises(ValueError, match="'y' is no sum over samples"):
         step_programs(graph_of(models.Chain), plan_of(models.Chain, num_microbatches=4), outputs=("loss", "y"))

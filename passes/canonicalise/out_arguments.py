@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
 from torch import ops as torch_operators
 
-from passes.canonicalise.fx import aten, insert, shape
+from passes.canonicalise.fx import aten, insert, shape, value
 from passes.ir.errors import CaptureError
 from passes.torch_compat.operators import OpOverload, overload_name, schema
+
+#: What operators that make tensors from nothing take instead of out=.
+_MADE_AS = {"dtype", "layout", "device", "pin_memory"}
 
 
 def replace_out_arguments(module: fx.GraphModule) -> None:
@@ -42,6 +46,7 @@ def _out_names(node: fx.Node) -> list[str]:
 def _replace(node: fx.Node, written: list[Any], names: set[str]) -> None:
     functional = _without_out(node.target, names)
     kwargs = {name: entry for name, entry in node.kwargs.items() if name not in names}
+    kwargs.update(_as_written(functional, written[0], schema(node.target).arguments))
     computed = insert(node, functional, node.args, kwargs)
     values = [computed]
     if len(written) > 1:
@@ -64,14 +69,27 @@ def _replace(node: fx.Node, written: list[Any], names: set[str]) -> None:
 
 def _without_out(target: Any, names: set[str]) -> OpOverload:
     """The overload of the same operator that takes the same arguments, less those called ``names``."""
-    expected = [(entry.name, str(entry.type)) for entry in schema(target).arguments if entry.name not in names]
+    expected = _signature(entry for entry in schema(target).arguments if entry.name not in names)
     packet = getattr(getattr(torch_operators, target.namespace), schema(target).name.split("::")[1])
     for overload in packet.overloads():
         candidate: OpOverload = getattr(packet, overload)
         arguments = schema(candidate).arguments
-        if [(entry.name, str(entry.type)) for entry in arguments] == expected and not _writes(arguments):
+        # What makes a tensor from nothing takes beside them what out= had said.
+        is_alike = _signature(arguments[: len(expected)]) == expected and not _writes(arguments)
+        if is_alike and {entry.name for entry in arguments[len(expected) :]} <= _MADE_AS:
             return candidate
     raise CaptureError(f"{target} ({overload_name(target)}) writes to out= and has no form without it: do not use out=")
+
+
+def _as_written(functional: OpOverload, target: fx.Node, before: Sequence[Any]) -> dict[str, Any]:
+    """The dtype and device of a tensor made from nothing: those that out= had. ``before``: arguments beside out=."""
+    made = {"dtype": value(target).dtype, "device": value(target).device}
+    names = {entry.name for entry in schema(functional).arguments} - {entry.name for entry in before}
+    return {name: made[name] for name in sorted(names) if name in made}
+
+
+def _signature(arguments: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(entry.name, str(entry.type)) for entry in arguments]
 
 
 def _writes(arguments: Any) -> bool:

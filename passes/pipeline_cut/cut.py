@@ -132,7 +132,7 @@ class _Cutter:
         live_parts = [
             dataclasses.replace(part, repeat=replaced[id(part.repeat)]) for part in parts if id(part.repeat) in replaced
         ]
-        constants, states = _constants(self.whole.constants, used)
+        constants, states = constants_used(self.whole.constants, used)
         return ChunkBody(
             received=received,
             inputs=tuple(local for local in self.whole.main.arguments if local in used),
@@ -186,7 +186,7 @@ def _pruned(repeat: Repeat, needed: Collection[Local]) -> Repeat:
     return dataclasses.replace(repeat, block=block, entries=arguments, results=results)
 
 
-def _constants(section: Section, used: Collection[Local]) -> tuple[Section, frozenset[str]]:
+def constants_used(section: Section, used: Collection[Local]) -> tuple[Section, frozenset[str]]:
     """The part of the constants that is used, and the states that it is made from."""
     results = tuple(local for local in section.results if local in used)
     body = tuple(operation for _, operation in _live(section.body, results))

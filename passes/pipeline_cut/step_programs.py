@@ -10,9 +10,9 @@ from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import MeshShape
 from passes.losses import with_chunked_losses, with_logits_reused
 from passes.losses.scalar import scalar_loss
-from passes.pipeline_cut.cut import ChunkBody, cut
+from passes.pipeline_cut.cut import ChunkBody, constants_used, cut
 from passes.pipeline_cut.deferral import BATCH_AXIS, Deferral, deferral_of
-from passes.pipeline_cut.totals import Additive, additive
+from passes.pipeline_cut.totals import Additive, DependentSamplesError, additive
 from passes.pipeline_cut.unit_chain import ChainPart, Whereabouts, parts_of
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
@@ -144,6 +144,7 @@ def step_programs(
         outputs_counted = {total.target.value.name: total.source.value.name for total in sums.counted}
         ahead = dataclasses.replace(whole, graph=whole.graph.replace(outputs=outputs_counted, loss=None))
         counting = _stages(ahead, sums.counting, parts, len(step.chunks), f"{cut_as}, counted ahead")
+        _check_counting(counting, stages)
     return StepPrograms(stages, totals, count, cut_graph, counting)
 
 
@@ -181,6 +182,21 @@ def _check_buffers(stages: Sequence[StageGraph]) -> None:
                 raise ValueError(
                     f"the model writes its buffer {path!r} in another pipeline chunk than one that reads it: plan "
                     "without a pipeline"
+                )
+
+
+def _check_counting(counting: Sequence[StageGraph], stages: Sequence[StageGraph]) -> None:
+    """Raise DependentSamplesError if a pass before the step needs a trained weight that the chunk does not have then.
+
+    Such a weight gets no gradient, so that no unit of the step gathers it.
+    """
+    for ahead, stage in zip(counting, stages):
+        held = {path for unit in stage.all_units for _, _, path in unit.states}
+        for state in ahead.sharded.graph.states:
+            if state.value.requires_grad and state.path not in held:
+                raise DependentSamplesError(
+                    f"{state.path!r} is needed for a total of the whole batch alone, and gets no gradient: freeze it "
+                    "(requires_grad_(False)), or plan with num_microbatches=1"
                 )
 
 
@@ -287,20 +303,20 @@ def _totals_graph(whole: ShardedGraph, sums: Additive) -> ShardedGraph | None:
     used.update(total.source for total in sums.totals)
     arguments = [local for local in whole.main.arguments if local in used]
     paths: Mapping[Local, tuple[str | int, ...]] = dict(zip(whole.main.arguments, graph.input_paths))
-    states = {local.state.path for local in used if local.state is not None}
-    constants = tuple(local for local in whole.constants.results if local in used)
+    constants, constant_states = constants_used(whole.constants, used)
+    states = constant_states.union(local.state.path for local in used if local.state is not None)
     outputs = {total.target.value.name: total.source.value.name for total in sums.totals}
     return dataclasses.replace(
         whole,
         graph=graph.replace(
             inputs=tuple(local.value for local in arguments),
             input_paths=tuple(paths[local] for local in arguments),
-            states=tuple(state for state in graph.states if state.path in states or constants),
+            states=tuple(state for state in graph.states if state.path in states),
             outputs=outputs,
             loss=None,
             unflatten=None,
         ),
-        constants=dataclasses.replace(whole.constants, results=constants) if constants else Section((), (), ()),
+        constants=constants,
         main=Section(tuple(arguments), sums.before, tuple(total.source for total in sums.totals)),
         output_placements={total.target.value.name: total.source.placement for total in sums.totals},
     )

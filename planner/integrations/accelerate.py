@@ -35,7 +35,7 @@ from planner.integrations.torch_compat.framework_internals import (
 from planner.targets import Target
 from runtime.agreement.ranks_together import gathered
 from runtime.module.parallel_module import ParallelModule
-from runtime.parameters.adoption import adopt
+from runtime.parameters.adoption import hand_over
 
 
 class Accelerator(accelerate.Accelerator):
@@ -86,7 +86,8 @@ class Accelerator(accelerate.Accelerator):
         for optimizer in args:
             if isinstance(optimizer, torch.optim.Optimizer):
                 for model in models:
-                    _hand_over(optimizer, model, planned[id(model)])
+                    inner = getattr(optimizer, "optimizer", optimizer)  # as accelerate wraps it
+                    hand_over(inner, dict(model.named_parameters()), planned[id(model)])
         return super().prepare(*(planned.get(id(item), item) for item in args), device_placement=device_placement)
 
     def prepare_model(
@@ -279,11 +280,3 @@ def _join_before_the_end(accelerator: weakref.ref[Accelerator]) -> None:
         return
     with contextlib.suppress(RuntimeError, ValueError):  # others that failed say why
         ended.wait_for_models()
-
-
-def _hand_over(optimizer: torch.optim.Optimizer, model: nn.Module, parallel: ParallelModule) -> None:
-    """Let ``optimizer`` train ``parallel``, if it holds parameters of ``model``."""
-    own = {id(parameter) for parameter in model.parameters()}
-    inner = getattr(optimizer, "optimizer", optimizer)  # as accelerate wraps it
-    if any(id(parameter) in own for group in inner.param_groups for parameter in group["params"]):
-        adopt(inner, model, dict(parallel.named_parameters(remove_duplicate=False)), parallel.owned())

@@ -142,6 +142,8 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:  # which the module may have made with itself
+                self.parts.hand_over(getattr(optimizer, "optimizer", optimizer))
         self.setup_precision_plugin()
 
     @property
@@ -164,8 +166,8 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
                 raise ValueError(f"precision={self.precision_plugin.precision!r}: plans compute in bf16 (bf16-mixed)")
             self.precision_plugin = Precision()
             self.plan_options.setdefault("precision", "bfloat16")
-        if (self.plan_options.get("fix") or {}).get("pp", 1) > 1 and type(self.precision_plugin) is Precision:
-            self.precision_plugin = _ClippingStages(self.parts)
+        if (self.plan_options.get("fix") or {}).get("pp", 1) > 1:
+            _clip_whole_modules(self.precision_plugin, self.parts)
 
     def model_to_device(self) -> None:
         """Nothing: shards are brought to their device when they are planned."""
@@ -225,12 +227,11 @@ def _is_not_distributed() -> bool:
     return False
 
 
-class _ClippingStages(Precision):  # type: ignore[misc]
-    """Clips gradients by the norm of whole modules, of which a rank has a stage."""
+def _clip_whole_modules(plugin: Any, parts: PlannedParts) -> None:
+    """Let ``plugin`` clip by the norm of whole modules, of which a rank has a stage, if it clips as Lightning does."""
 
-    def __init__(self, parts: PlannedParts) -> None:
-        super().__init__()
-        self._parts = parts
+    def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+        parts.clip_grad_norm_(getattr(optimizer, "optimizer", optimizer), clip_val)
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        self._parts.clip_grad_norm_(getattr(optimizer, "optimizer", optimizer), clip_val)
+    if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
+        plugin.clip_grad_by_norm = clip_grad_by_norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from planner.integrations.together import ModulesTogether
 from runtime.checkpoint import load_optimizer, whole_optimizer_state
 from runtime.module.parallel_module import ParallelModule
+from runtime.parameters.adoption import hand_over
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -26,6 +28,8 @@ class PlannedParts:
     def __init__(self, names: tuple[str, ...] | None) -> None:
         self._chosen = names
         self._parts: dict[str, ParallelModule] = {}
+        #: The parameters that each part was made from, for as long as something else holds them: an optimizer.
+        self._originals: dict[str, dict[str, weakref.ref[torch.Tensor]]] = {}
 
     def plan(self, module: nn.Module, planned: Callable[[nn.Module], ParallelModule]) -> None:
         """Put a parallel module in the place of each part that is none yet.
@@ -59,10 +63,17 @@ class PlannedParts:
                 )
             parallel = child if isinstance(child, ParallelModule) else planned(child)
             if parallel is not child:
+                self._originals[name] = {path: weakref.ref(one) for path, one in child.named_parameters()}
                 parallel.count_as_trained()
                 parallel.register_forward_pre_hook(_plan_for_training, with_kwargs=True)
                 setattr(module, name, parallel)
             self._parts[name] = parallel
+
+    def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer over the parameters that a part was made from train the part."""
+        for name, part in self._parts.items():
+            alive = {path: one() for path, one in self._originals.get(name, {}).items()}
+            hand_over(optimizer, {path: one for path, one in alive.items() if one is not None}, part)
 
     def wait_for_ranks(self) -> None:
         """Wait for all ranks; meanwhile join in what one of them calls alone of a part (a save, say)."""

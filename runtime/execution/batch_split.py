@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cost_models.schedules import reason_not
 from passes.emit import emit
 from passes.ir.graph import Graph
-from passes.ir.types import shard_dim
+from passes.ir.types import MeshShape, shard_dim
 from passes.pipeline_cut import BATCH_AXIS, DependentSamplesError, StepPrograms
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
@@ -78,6 +78,14 @@ def cut_batch(
                 return programs, split
     split = dataclasses.replace(split, num_microbatches=1)
     return cut(split), split
+
+
+def in_pieces(plan: Plan, split: BatchSplit) -> Plan:
+    """``plan`` with a batch axis as long as there are pieces of the batch, over ranks and micro-batches."""
+    if split.num_microbatches == 1 or BATCH_AXIS not in plan.mesh.names:
+        return plan
+    sizes = {**plan.mesh.as_dict(), BATCH_AXIS: split.num_ranks * split.num_microbatches}
+    return dataclasses.replace(plan, mesh=MeshShape.from_dict(sizes))
 
 
 def _cut_shared(split: BatchSplit, cut: Callable[[BatchSplit], StepPrograms]) -> tuple[StepPrograms, BatchSplit]:

@@ -31,7 +31,7 @@ from runtime.calls.content_keys import state_key
 from runtime.calls.frozen_prefix import asks_for_prefix
 from runtime.calls.model_call import ModelCall, Path, read_call
 from runtime.calls.model_watch import ModelWatch
-from runtime.execution.batch_split import BatchSplit, cut_batch, split_of
+from runtime.execution.batch_split import BatchSplit, cut_batch, in_pieces, split_of
 from runtime.execution.binding import UnitTable, make_units
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
@@ -359,7 +359,7 @@ class Maker:
             decided = whole_step and (self._first is None or isinstance(mismatch, UndividedError))
             if self.planner is None or decided:
                 raise
-            return cut(self._planned_again(graph))
+            return cut(self._planned_again(graph, split))
 
     def _for_call(self, graph: Graph) -> Plan:
         """The plan with what the call of ``graph`` has beside the step's: weights, and inputs."""
@@ -367,12 +367,12 @@ class Maker:
         plan = with_unused_weights(self.plan, graph, self.state.infos, self.state.trains)
         return plan if self._scratch else with_inputs_of_samples(plan, self._inputs_of_call)
 
-    def _planned_again(self, graph: Graph) -> Plan:
+    def _planned_again(self, graph: Graph, split: BatchSplit) -> Plan:
         """A plan for a graph with nodes that the current plan does not know; its decisions stay."""
         assert self.plan is not None and self.planner is not None
-        plan = self.planner(graph, as_seen_by(graph, self._for_call(graph)))
+        plan = self.planner(graph, as_seen_by(graph, in_pieces(self._for_call(graph), split)))
         if self.plan.step.decides_units:
-            return dataclasses.replace(plan, step=self.plan.step)
+            return dataclasses.replace(plan, mesh=self.plan.mesh, step=self.plan.step)
         self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))
         return plan
 

@@ -15,6 +15,7 @@ from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import ChunkRunner, ProgramRunner
 from runtime.execution.chunk_order import Execution
 from runtime.execution.step_state import StepState
+from runtime.execution.unit_table import takes_totals
 from runtime.program_tools.typecheck import typecheck
 
 
@@ -36,8 +37,7 @@ def totals_of(
     """What computes a micro-batch's share of the totals from its inputs; None if no chunk of ``stages`` takes any."""
     if sharded is None:
         return None
-    names = sharded.graph.outputs
-    if not any(spec.path[0] == "total" and spec.path[1] in names for stage in stages for spec in stage.program.inputs):
+    if not any(takes_totals((spec.path for spec in stage.program.inputs), sharded.graph) for stage in stages):
         return None
     program = emit(sharded)
     typecheck(program)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from passes.ir.graph import Graph
 from passes.pipeline_cut import StageGraph, StepPrograms
 from passes.pipeline_cut.step_programs import StageUnit
 from passes.plan import Plan
@@ -82,12 +83,20 @@ def weight_groups(
     return groups or [((), stage_unit.policy.zero)]
 
 
+def takes_totals(input_paths: Iterable[tuple[str | int, ...]], totals: Graph) -> bool:
+    """Whether a chunk with these inputs takes a total that ``totals`` computes."""
+    return any(path[0] == "total" and path[1] in totals.outputs for path in input_paths)
+
+
 def stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
     """State path → pipeline ranks whose programs use it."""
     users: dict[str, set[int]] = {}
-    for stage, chunk in zip(programs.stages, plan.step.chunks):
-        for state in stage.sharded.graph.states:
-            users.setdefault(state.path, set()).add(chunk.rank)
+    totals = programs.totals.graph if programs.totals is not None else None
+    for stage in (*programs.stages, *programs.counting):
+        graph, rank = stage.sharded.graph, plan.step.chunks[stage.index].rank
+        counted_here = () if totals is None or not takes_totals(graph.input_paths, totals) else totals.states
+        for state in (*graph.states, *counted_here):
+            users.setdefault(state.path, set()).add(rank)
     return {path: tuple(sorted(ranks)) for path, ranks in users.items()}
 
 

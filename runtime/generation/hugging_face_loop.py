@@ -26,6 +26,8 @@ from runtime.torch_compat.model_internals import generates_with_cache, prepare_c
 
 #: Slots of a cache are a multiple of this, so that few lengths have programs of their own.
 SLOTS = 32
+#: What ``generate`` would compute of images first, if the model said that it takes it: the program of the prompt does.
+_ENCODED_AHEAD = ("mm_encoder_outputs",)
 _OPTIONS = ("past_key_values", "use_cache", "return_dict", "encoder_outputs", "logits_to_keep", "cache_position")
 
 
@@ -82,12 +84,15 @@ class GeneratingModel:
 
     def _replace_forward(self) -> None:
         kind = type(self.model)
-        names = tuple(inspect.signature(self.model.forward).parameters)
+        signature = inspect.signature(kind.forward)
+        names = tuple(signature.parameters)[1:]
 
         @functools.wraps(kind.forward)
         def forward(_: Any, *args: Any, **inputs: Any) -> Any:
             return self._forward({**dict(zip(names, args)), **inputs})
 
+        taken = [one for name, one in signature.parameters.items() if name not in _ENCODED_AHEAD]
+        forward.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
         self.model.forward = types.MethodType(forward, self.model)
 
     def _new_cache(self, *args: Any, **kwargs: Any) -> None:

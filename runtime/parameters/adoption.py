@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from runtime.parameters.sharded import SCALARS, ShardedParameter
 from runtime.state.owned import Owned
 
 
+class Adopting(Protocol):
+    """A parallel module."""
+
+    def named_parameters(self, *, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def owned(self) -> tuple[Owned, ...]: ...
+
+
 def adopt(
     optimizer: torch.optim.Optimizer,
-    model: nn.Module,
+    originals: Mapping[str, torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
     owned: tuple[Owned, ...],
 ) -> None:
-    """Let an optimizer over the parameters of ``model`` train the parallel module that was made from it.
+    """Let an optimizer over the parameters of a model train the parallel module that was made from it.
 
     Its groups get the parallel module's parameters, and their state is cut as they are. Parameters that this rank has
     nothing of (of other pipeline stages) leave their groups.
 
     Args:
+        originals: the model's parameters by name.
         parameters: the parallel module's, by every name.
 
     Raises:
-        ValueError: if the optimizer holds no parameter of ``model``, or state that is neither shaped as its parameter
+        ValueError: if the optimizer holds no parameter of the model, or state that is neither shaped as its parameter
             nor a scalar.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in originals.items()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in names for parameter in held):
         raise ValueError(
@@ -53,6 +61,13 @@ def adopt(
         ]
     optimizer.state.clear()
     optimizer.state.update(states)
+
+
+def hand_over(optimizer: torch.optim.Optimizer, originals: Mapping[str, torch.Tensor], parallel: Adopting) -> None:
+    """Let ``optimizer`` train ``parallel``, if it holds any parameter of the model that this was made from."""
+    identities = {id(parameter) for parameter in originals.values()}
+    if any(id(parameter) in identities for group in optimizer.param_groups for parameter in group["params"]):
+        adopt(optimizer, originals, dict(parallel.named_parameters(remove_duplicate=False)), parallel.owned())
 
 
 def _cut(state: Mapping[str, Any], original: torch.Tensor, parameter: torch.Tensor, piece: Owned) -> dict[str, Any]:

@@ -95,10 +95,13 @@ class _ShownModule(nn.Module):
         return repr(place.path) if place is not None else f"this {type(self).__name__}"
 
     def __getattr__(self, name: str) -> Any:
+        """Plain attributes of the original first: a class's own ``__getattr__`` reads them."""
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
+        if place is not None and name in vars(place.original):
+            return vars(place.original)[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
-            place: _PlaceOfModule | None = self.__dict__.get("_place")
             if place is None or name.startswith("__"):
                 raise
         original = place.original
