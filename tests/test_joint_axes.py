@@ -102,3 +102,11 @@ def test_a_model_on_real_processes() -> None:
         model = rank["model"]
         assert model["loss"] <= 1e-12 and model["gradient"] <= 1e-9 and model["as planned"]
         assert ["all_to_all", "dp_tp", "forward"] in model["collectives"] and TURN in model["source"]
+
+
+def test_a_model_on_a_second_mesh_of_the_same_groups() -> None:
+    """Groups of axes are shared by ranks: ``dp`` has those of the first mesh, whose other axis has another name."""
+    for rank in results():
+        model = rank["model on another mesh"]
+        assert model["loss"] <= 1e-12 and model["gradient"] <= 1e-9 and model["as planned"]
+        assert ["all_to_all", "dp_cp", "forward"] in model["collectives"]
