@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
 from passes.capture.strided_views import StridedViews
+from passes.capture.value_free_forms import call_without_values
 from passes.capture.value_reads import ValueReads
 from passes.capture.without_gradients import call_without_gradients
 from passes.ir.errors import CaptureError
@@ -64,6 +65,8 @@ class WatchedForward(TorchFunctionMode):
         same = call_without_gradients(func, name, args, kwargs or {})
         if same is None:
             same = self._strided.call(name, args, kwargs or {})
+        if same is None:
+            same = call_without_values(name, args, kwargs or {})
         if same is not None:
             return same
         if func == _DATA:
