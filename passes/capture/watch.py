@@ -28,6 +28,11 @@ _METHODS = {
     "backward": "torch.autograd.grad(..., create_graph=True) gives gradients inside a model",
 }
 
+_PACKED = (
+    "pack_padded_sequence makes shapes of the lengths' values, which differ from batch to batch: run the layer on the "
+    "padded batch and pick its outputs by length (outputs.gather(1, …), torch.where with a mask)"
+)
+
 
 class WatchedForward(TorchFunctionMode):
     """Raises CaptureError where a model does what tracing would lose.
@@ -62,6 +67,8 @@ class WatchedForward(TorchFunctionMode):
             self._check_regions()
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
+        if name == "_pack_padded_sequence":
+            raise CaptureError(_PACKED)
         same = call_without_gradients(func, name, args, kwargs or {})
         if same is None:
             same = self._strided.call(name, args, kwargs or {})
