@@ -55,6 +55,7 @@ def main() -> None:
     remember(mesh)
     apply_adapters()  # as programs run: torch 2.11 has no all-to-all of lists on gloo
     results: dict[str, Any] = {name: converted(name, mesh) for name in CONVERSIONS}
+    results["autocast"] = gradient_under_autocast(mesh)
     with keep_float64():
         results["model"] = trained("dp=2,tp=2")
         results["model on another mesh"] = trained("dp=2,cp=2")  # the groups of dp=2,tp=2, by other names
@@ -87,6 +88,16 @@ def converted(name: str, mesh: Any) -> dict[str, Any]:
         "gradient": float((x.grad - gradient).abs().max()) if x.grad is not None else None,
         "sent": [(each.collective, each.axis, each.phase, each.num_bytes) for each in counter.collectives],
     }
+
+
+def gradient_under_autocast(mesh: Any) -> tuple[str, float]:
+    """Its dtype and sum, of what autocast narrows and a program of float32 gathers to be whole on every rank."""
+    x = torch.ones(2, 4, requires_grad=True)
+    with spmd.set_current_mesh(mesh), torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = x @ torch.ones(4, 4)
+        spmd.all_gather(narrow, "tp", src=S(1), dst=R).sum().backward()
+    assert x.grad is not None
+    return str(narrow.dtype), float(x.grad.sum())
 
 
 def trained(mesh: str) -> dict[str, Any]:

@@ -97,6 +97,12 @@ def test_conversions_on_real_processes(name: str) -> None:
         assert forward == [(name.partition(" ")[0], "dp_tp")]
 
 
+def test_what_autocast_narrows_is_reduced_on_the_way_back() -> None:
+    """Two ranks each add a gradient of 4 to every one of 8 elements."""
+    for rank in results():
+        assert tuple(rank["autocast"]) == ("torch.bfloat16", 64.0)
+
+
 def test_a_model_on_real_processes() -> None:
     for rank in results():
         model = rank["model"]

@@ -84,6 +84,7 @@ RUNTIME_NAMES = {
     "spmd_types._state._current_mesh_entry": "backward passes do not know the mesh",
     "spmd_types._state._push_mesh": "backward passes do not know the mesh",
     "spmd_types._state._pop_mesh": "backward passes do not know the mesh",
+    "spmd_types._dtype_utils._check_backward_options": "conversions of what autocast narrows are refused",
     "spmd_types._collectives._AllReduce": "gradients that are views fail in all-reduces",
     "spmd_types._local._build_rank_to_group_local": "random draws of all ranks in one process are wrong",
     "spmd_types._local._get_local_tensor_mode": "random draws of all ranks in one process are wrong",
