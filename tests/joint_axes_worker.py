@@ -32,6 +32,11 @@ CONVERSIONS = {
 PINS = {"rows*": {"dp": "S(1)", "tp": "S(1)"}, "columns*": {"dp": "S(0)", "tp": "S(0)"}}
 
 
+def pins(mesh: str) -> dict[str, dict[str, str]]:
+    """``PINS`` for the axes of another mesh of two."""
+    return {name: {mesh[:2]: cut["dp"], mesh[5:7]: cut["tp"]} for name, cut in PINS.items()}
+
+
 class Turn(nn.Module):
     """Sums over columns, then over rows: what is split one way must be split the other."""
 
@@ -50,8 +55,10 @@ def main() -> None:
     remember(mesh)
     apply_adapters()  # as programs run: torch 2.11 has no all-to-all of lists on gloo
     results: dict[str, Any] = {name: converted(name, mesh) for name in CONVERSIONS}
+    results["autocast"] = gradient_under_autocast(mesh)
     with keep_float64():
-        results["model"] = trained()
+        results["model"] = trained("dp=2,tp=2")
+        results["model on another mesh"] = trained("dp=2,cp=2")  # the groups of dp=2,tp=2, by other names
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     answer(everyone)
@@ -83,11 +90,21 @@ def converted(name: str, mesh: Any) -> dict[str, Any]:
     }
 
 
-def trained() -> dict[str, Any]:
+def gradient_under_autocast(mesh: Any) -> tuple[str, float]:
+    """Its dtype and sum, of what autocast narrows and a program of float32 gathers to be whole on every rank."""
+    x = torch.ones(2, 4, requires_grad=True)
+    with spmd.set_current_mesh(mesh), torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = x @ torch.ones(4, 4)
+        spmd.all_gather(narrow, "tp", src=S(1), dst=R).sum().backward()
+    assert x.grad is not None
+    return str(narrow.dtype), float(x.grad.sum())
+
+
+def trained(mesh: str) -> dict[str, Any]:
     """Loss and gradient of ``Turn`` under a plan that must turn it, against one device."""
     model, batch = Turn(), torch.linspace(-1, 1, 64, dtype=torch.float64).view(8, 8)
     alone = copy.deepcopy(model)
-    parallel = planner.compile(model, "dp=2,tp=2", example_inputs=(batch,), constraints=PINS)
+    parallel = planner.compile(model, mesh, example_inputs=(batch,), constraints=pins(mesh))
     with CommunicationCounter(parallel.layout.device_mesh) as counter:
         loss = parallel.train_step(batch)
     alone(batch).backward()

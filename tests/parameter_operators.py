@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,10 @@ READ: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "unique": lambda weight, whole: weight.unique(),
     "renorm": lambda weight, whole: weight.renorm(2, 0, 0.1),
     "cdist": lambda weight, whole: torch.cdist(weight, weight),
+    "largest": lambda weight, whole: weight.abs().max(),
+    "where each column is smallest": lambda weight, whole: weight.argmin(0),
+    "largest norm of a list": lambda weight, whole: torch._foreach_norm([weight, weight], math.inf),
+    "largest of a list": lambda weight, whole: torch._foreach_max([weight, weight]),
     "tolist": lambda weight, whole: weight.tolist(),
     "numpy": lambda weight, whole: torch.from_numpy(numpy.array(weight)),
     "printed": lambda weight, whole: float(f"{weight.sum():.6f}"),
@@ -55,12 +60,16 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
     "column of the transposed": lambda weight: weight.t()[1:4].fill_(2.0),
     "part of another shape": lambda weight: weight.view(-1)[5:9].sub_(1.0),
     "chunk": lambda weight: weight.chunk(3)[1].fill_(3.0),
+    "identity": lambda weight: nn.init.eye_(weight),
+    "sum in the place of it": lambda weight: torch.add(weight.clone(), 1.0, out=weight),
+    "turned in place": lambda weight: weight.clone().t_()[1].fill_(2.0),
     "diagonal": lambda weight: weight.fill_diagonal_(0.5),
     "sum": _sum,
 }
 
 
 DRAWN: dict[str, Callable[[Any], Any]] = {
+    "orthogonal": lambda weight: weight.dim() == 2 and nn.init.orthogonal_(weight),
     "normal": lambda weight: nn.init.normal_(weight),
     "uniform": lambda weight: weight.detach().uniform_(-1, 1),
     "noise": lambda weight: weight.add_(torch.randn_like(weight)),

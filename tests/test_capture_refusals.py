@@ -116,6 +116,11 @@ def saved_elsewhere(h: torch.Tensor) -> torch.Tensor:
         return h.exp()
 
 
+def packed(h: torch.Tensor) -> torch.Tensor:
+    lengths = torch.ones(len(h), dtype=torch.long)
+    return nn.utils.rnn.pack_padded_sequence(h[:, None], lengths, batch_first=True).data
+
+
 REFUSED: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (scaled_by_a_hook, "Tensor.register_hook inside of forward"),
     (retained, "Tensor.retain_grad inside of forward"),
@@ -124,6 +129,7 @@ REFUSED: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (saved_elsewhere, "saved_tensors_hooks"),
     (lambda h: torch.func.vjp(torch.sin, h)[1](h)[0], "a transform of torch.func"),
     (lambda h: torch.func.jvp(torch.sin, (h,), (h,))[1], "a transform of torch.func"),
+    (packed, "pick its outputs by length"),
     (lambda h: checkpoint(torch.sin, h, use_reentrant=True), "pass use_reentrant=False"),
 ]
 

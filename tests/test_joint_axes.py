@@ -97,8 +97,22 @@ def test_conversions_on_real_processes(name: str) -> None:
         assert forward == [(name.partition(" ")[0], "dp_tp")]
 
 
+def test_what_autocast_narrows_is_reduced_on_the_way_back() -> None:
+    """Two ranks each add a gradient of 4 to every one of 8 elements."""
+    for rank in results():
+        assert tuple(rank["autocast"]) == ("torch.bfloat16", 64.0)
+
+
 def test_a_model_on_real_processes() -> None:
     for rank in results():
         model = rank["model"]
         assert model["loss"] <= 1e-12 and model["gradient"] <= 1e-9 and model["as planned"]
         assert ["all_to_all", "dp_tp", "forward"] in model["collectives"] and TURN in model["source"]
+
+
+def test_a_model_on_a_second_mesh_of_the_same_groups() -> None:
+    """Groups of axes are shared by ranks: ``dp`` has those of the first mesh, whose other axis has another name."""
+    for rank in results():
+        model = rank["model on another mesh"]
+        assert model["loss"] <= 1e-12 and model["gradient"] <= 1e-9 and model["as planned"]
+        assert ["all_to_all", "dp_cp", "forward"] in model["collectives"]

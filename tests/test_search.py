@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
@@ -207,6 +208,15 @@ def test_pinned_plan_where_a_batch_no_longer_divides(stack: Graph) -> None:
     odd = capture_on(Stack(4, 64, 4), 3, 7, 64, requires_grad=True)
     again = plan_with_unit_costs(odd, AXES, pinned=plan)
     assert {state.placement for state in again.states.values()} == {("I", "I")}
+
+
+def test_a_pinned_parameter_stays_cut_unevenly_where_no_operator_needs_it_so() -> None:
+    """Batch normalisation computes with running statistics in evaluation, on no uneven parts."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+    training = capture_on(model, 4, 3, 6, 6, requires_grad=True)
+    plan = plan_with_unit_costs(training, {"tp": 3}, constraints={"1.weight": {"tp": "S(0)"}})
+    again = plan_with_unit_costs(capture_on(model.eval(), 4, 3, 6, 6), {"tp": 3}, pinned=plan)
+    assert plan.states["1.weight"].placement == again.states["1.weight"].placement == ("S(0)",)
 
 
 # limits, fallbacks, determinism

@@ -53,6 +53,11 @@ def test_clipping_and_optimizers_are_those_of_one_device(count: int, plan: str) 
     assert max(on_ranks(count)["whole"][plan].values()) < 1e-9
 
 
+@pytest.mark.parametrize(("count", "plan"), [(count, plan) for count, plans in PLANS.items() for plan in plans])
+def test_all_ranks_skip_a_step_that_one_of_them_has_an_infinite_gradient_in(count: int, plan: str) -> None:
+    assert on_ranks(count)["scaled"][plan] == []
+
+
 @pytest.mark.parametrize("count", PLANS)
 def test_checkpoints_of_torch_resume_under_another_plan(count: int) -> None:
     assert max(on_ranks(count)["dcp"]) < 1e-9

@@ -25,6 +25,7 @@ from runtime.torch_compat.dtensors import are_subclasses_dispatched
 from tests.parameter_operators import losses_with_averages, wrong_draws, wrong_operators
 from tests.ranks import answer, task
 from tests.runtime_worker import error_of
+from tests.scaled_steps import wrong_scaled_steps
 from tests.small_models import seeded
 from tests.torch_tools_cases import OPTIMIZERS, PLANS, Odd, compiled, difference, odd_batch
 from tests.tracing import traced_once
@@ -408,6 +409,7 @@ def main() -> None:
         "dcp": [resumes_by_dcp(*pair) for pair in asked["dcp"]],
         "adopted": [takes_over_an_optimizer(plan) for plan in asked["adopted"]],
     }
+    result["scaled"] = {plan: wrong_scaled_steps(plan) for plan in asked["plans"]}
     result["averages"] = {plan: averages_weights(plan) for plan in asked["plans"]}
     expected = losses_with_averages(seeded(Odd), loss_of)
     losses = {plan: losses_with_averages(compiled(plan), loss_of) for plan in asked["plans"]}

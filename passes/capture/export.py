@@ -12,7 +12,9 @@ from torch.export import Dim, ExportedProgram
 from passes.capture.batched_calls import traced_batched_calls
 from passes.capture.custom_functions import traced_custom_functions
 from passes.capture.host_functions import traced_host_functions
+from passes.capture.value_free_forms import normalised_and_averaged
 from passes.torch_compat.tracing import (
+    batch_norms_without_momentum,
     float32_precisions_kept,
     idle_conversions,
     lazy_code,
@@ -49,6 +51,7 @@ def export(
         traced_custom_functions(),
         traced_batched_calls(),
         traced_host_functions(),
+        batch_norms_without_momentum(normalised_and_averaged),
         idle_conversions(),
         states_of_lstm_layers(),
     ):

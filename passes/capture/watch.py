@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
 from passes.capture.strided_views import StridedViews
+from passes.capture.value_free_forms import call_without_values
 from passes.capture.value_reads import ValueReads
 from passes.capture.without_gradients import call_without_gradients
 from passes.ir.errors import CaptureError
@@ -26,6 +27,11 @@ _METHODS = {
     "retain_grad": "look at the gradients after train_step",
     "backward": "torch.autograd.grad(..., create_graph=True) gives gradients inside a model",
 }
+
+_PACKED = (
+    "pack_padded_sequence makes shapes of the lengths' values, which differ from batch to batch: run the layer on the "
+    "padded batch and pick its outputs by length (outputs.gather(1, …), torch.where with a mask)"
+)
 
 
 class WatchedForward(TorchFunctionMode):
@@ -61,9 +67,13 @@ class WatchedForward(TorchFunctionMode):
             self._check_regions()
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
+        if name == "_pack_padded_sequence":
+            raise CaptureError(_PACKED)
         same = call_without_gradients(func, name, args, kwargs or {})
         if same is None:
             same = self._strided.call(name, args, kwargs or {})
+        if same is None:
+            same = call_without_values(name, args, kwargs or {})
         if same is not None:
             return same
         if func == _DATA:

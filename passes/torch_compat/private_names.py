@@ -36,6 +36,8 @@ PRIVATE_NAMES = {
     "torch.export._trace._ignore_backend_decomps": "no model is captured once torch.backends.fp32_precision was set",
     "torch._C._set_cudnn_enabled": "no model is captured once torch.backends.fp32_precision was set",
     "torch._C._set_mkldnn_enabled": "no model is captured once torch.backends.fp32_precision was set",
+    "torch.nn.modules.batchnorm._BatchNorm": "batch norms with momentum=None are refused",
+    "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "batch norms with momentum=None are refused",
     "torch._decomp.decompositions.one_layer_lstm": "torch 2.11 has other shapes of an LSTM's last states",
     "torch.nn.Module._apply": "parallel.to(...) does not reach its weights",
     "torch.nn.Module._parameters": "parameters cannot be put into a module as they are",

@@ -21,6 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
 from torch.export import _trace
 from torch.fx import GraphModule
+from torch.nn.modules.batchnorm import _BatchNorm
 
 #: ``Function.apply``: class, then the arguments.
 Apply = Callable[..., Any]
@@ -219,6 +220,26 @@ def states_of_lstm_layers() -> Iterator[None]:
         yield
     finally:
         decompositions.one_layer_lstm = original
+
+
+@contextlib.contextmanager
+def batch_norms_without_momentum(call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Batch norms that train with ``momentum=None`` are ``call``'s: they read the number of batches they have seen."""
+    original = _BatchNorm.forward
+    tracing = threading.get_ident()
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        averages = self.training and self.momentum is None and self.num_batches_tracked is not None
+        if threading.get_ident() != tracing or not averages:
+            return original(self, input)
+        self._check_input_dim(input)
+        return call(self, input)
+
+    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

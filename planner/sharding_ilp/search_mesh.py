@@ -102,7 +102,7 @@ def search(
             runs,
             mesh,
             pinned_outputs=_pinned_outputs(graph, mesh, pins),
-            pinned_buffers={} if pinned is None else {path: each.placement for path, each in pinned.states.items()},
+            pinned_states={} if pinned is None else {path: each.placement for path, each in pinned.states.items()},
         )
         bound_frozen = memory_limit is not None or bool(pins) or baseline is not None or pinned is not None
         fill_options(problem, pricing, offers=offers, bound_frozen=bound_frozen)

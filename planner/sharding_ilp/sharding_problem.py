@@ -83,7 +83,7 @@ class Problem:
     runs: tuple[BlockRun, ...]
     mesh: MeshShape
     pinned_outputs: dict[str, tuple[bool, ...]] = field(default_factory=dict)
-    pinned_buffers: dict[str, Placement] = field(default_factory=dict)
+    pinned_states: dict[str, Placement] = field(default_factory=dict)
     elements: dict[str, Element] = field(default_factory=dict)
     streams: dict[str, ValueStream] = field(default_factory=dict)
     last_to_first: dict[str, str] = field(default_factory=dict)
@@ -125,16 +125,17 @@ def build_structure(
     mesh: MeshShape,
     *,
     pinned_outputs: Mapping[str, tuple[bool, ...]] | None = None,
-    pinned_buffers: Mapping[str, Placement] | None = None,
+    pinned_states: Mapping[str, Placement] | None = None,
 ) -> Problem:
     """The problem of ``graph`` without its options.
 
     Beside a loss, other outputs stay as they are made and are no uses, except ``pinned_outputs``: for
-    each path, which axes may be other than whole. Buffers are whole, except ``pinned_buffers``, by path.
+    each path, which axes may be other than whole. Buffers are whole, except ``pinned_states``, by path, which
+    parameters may also be held as.
     """
     live = live_nodes(graph)
     foldable = tuple(run for run in runs if _can_fold(run, live))
-    problem = Problem(graph, foldable, mesh, dict(pinned_outputs or {}), dict(pinned_buffers or {}))
+    problem = Problem(graph, foldable, mesh, dict(pinned_outputs or {}), dict(pinned_states or {}))
     return _StructureBuilder(problem, live).build()
 
 

@@ -158,6 +158,9 @@ class _Filler:
         element.follows = not value.requires_grad and not self.bound_frozen
         whole = whole_type(value)
         places = self._stored(name, value, whole, range(len(value.shape)))
+        held = self._held(name)
+        if held is not None and held not in places:  # cut unevenly for another call, where an operator needed it so
+            places.append(held)
         return [placement_option(where, self.pricing.state_bytes(value, where).total) for where in places]
 
     def _buffer(self, name: str, element: Element) -> list[Option]:
@@ -169,8 +172,12 @@ class _Filler:
 
     def _buffer_placement(self, name: str) -> Placement:
         """How the buffer of this value's name is held."""
+        return self._held(name) or (R,) * len(self.mesh.names)
+
+    def _held(self, name: str) -> Placement | None:
+        """How the plan that is kept holds the parameter or buffer of this value's name; None where it has none."""
         path = next(state.path for state in self.problem.graph.states if state.value.name == name)
-        return self.problem.pinned_buffers.get(path, (R,) * len(self.mesh.names))
+        return self.problem.pinned_states.get(path)
 
     def _stored(self, name: str, value: Value, whole: SpmdType, dims: Iterable[int]) -> list[Placement]:
         """``whole`` or a shard of a dim on each axis: of one that a use shards there, or of one of ``dims``."""

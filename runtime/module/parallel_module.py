@@ -31,6 +31,7 @@ from runtime.module.original_surface import LikeOriginal, OriginalSurface
 from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter, local_of
+from runtime.parameters.shared_steps import step_together
 from runtime.parameters.shown_modules import set_content, show_kinds
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
@@ -69,7 +70,10 @@ class ParallelModule(
         self._engine = engine
         self._let_join_calls_of(engine)
         # What users see is this module's own content.
-        self._tree = ParameterTree(engine.state, stages=engine.places.num_stages, shown=shown)
+        num_stages = engine.places.num_stages
+        ranks = None if engine.places.stage is None or engine.all_ranks.size == 1 else engine.all_ranks
+        step_together(self, ranks, of_stage=num_stages > 1)
+        self._tree = ParameterTree(engine.state, stages=num_stages, ranks=ranks, shown=shown)
         share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
         show_kinds(self._tree.weights, engine.model, engine.watch.set)

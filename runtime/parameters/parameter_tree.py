@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from passes.torch_compat.module_tables import parameters_of
-from runtime.parameters.sharded import ShardedParameter
+from runtime.parameters.sharded import AllRanks, ShardedParameter
 from runtime.state.exchange import exchange
 from runtime.state.owned import Owned
 from runtime.state.weight_tree import WeightTree
@@ -37,14 +37,23 @@ class ParameterTree:
     Args:
         stages: pipeline stages of the model; with several, a rank has the parameters of its own, and hooks on them
             would not see complete gradients.
+        ranks: all ranks that train the model; None for one alone.
         shown: parameters that users hold already, by name: they become those of this tree, the same objects.
 
     Attributes:
         weights: the tree.
     """
 
-    def __init__(self, held: _Held, *, stages: int = 1, shown: Mapping[str, ShardedParameter] | None = None) -> None:
+    def __init__(
+        self,
+        held: _Held,
+        *,
+        stages: int = 1,
+        ranks: AllRanks | None = None,
+        shown: Mapping[str, ShardedParameter] | None = None,
+    ) -> None:
         self._held = held
+        self._ranks = ranks
         self._shown_before = dict(shown or {})
         self._of_stage = stages > 1
         self._version = -1
@@ -197,6 +206,7 @@ class ParameterTree:
         elif _differs(shown, piece):
             exchange(shown, self._made_of(piece))
         shown.state_on_host = piece.state_on_host
+        shown.ranks = self._ranks
         shown.refresh()
         return shown
 

@@ -7,7 +7,7 @@ that a user reads or sets is the plain one's, as a DTensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,20 @@ _BASE: Any = TensorBase
 _set_gradient = _BASE.grad.__set__
 
 
+class AllRanks(Protocol):
+    """The ranks that train a model, and a reduction over them (``StateGroup``)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, buffer: torch.Tensor, operation: str = "sum") -> Any: ...
+
+    def wait(self, result: Any) -> Any: ...
+
+
 class ShardedParameter(ParameterTensor):
     """A parameter as a DTensor: of the whole shape, with the plan's placements, over this rank's ``owner``.
 
@@ -46,6 +60,7 @@ class ShardedParameter(ParameterTensor):
         state_on_host: whether the plan has its optimizer state in the host's memory.
         left_by_replan: whether another plan left it to other pipeline ranks: optimizers that still have it are refused.
         placed_anew: whether a plan was made after it: state that an optimizer made before may be of another mesh.
+        ranks: all ranks that train the model; None for one alone.
     """
 
     #: What makes ``isinstance(…, nn.Parameter)`` true.
@@ -56,6 +71,7 @@ class ShardedParameter(ParameterTensor):
     left_by_replan: bool = False
     state_on_host: bool = False
     placed_anew: bool = False
+    ranks: AllRanks | None = None
     _shown_gradient: DTensor | None
 
     @classmethod

@@ -12,7 +12,8 @@ itself, as optimizers do, is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from passes.torch_compat.operators import schema, tree_leaves
 from runtime.parameters.drawn_tensors import draws, run_drawn
 from runtime.parameters.plain_operands import is_plain, with_whole_operands
+from runtime.parameters.turned_tensors import TURNING, turned_in_place
 from runtime.parameters.whole_tensors import (
     GatheredView,
     can_run_whole,
     gathered_views,
+    has_empty_parts,
     run_whole,
     write_back,
     written_tensors,
@@ -48,6 +51,18 @@ _READING = ("_local_scalar_dense", "item")
 
 #: Which DTensor runs on parts though masks are of the whole, or asks ranks of other stages for.
 _ALWAYS_WHOLE = ("index_put", "index_put_", "equal")
+#: What has no value of no elements: it would fail on the ranks alone that have no part of a small tensor.
+_OF_SOME_ELEMENTS = frozenset(
+    {
+        *("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue"),
+        *("norm", "linalg_vector_norm", "logsumexp", "cummax", "cummin", "topk", "histc"),
+    }
+)
+#: Operators on lists, without what their names begin with, that compute such a thing of each.
+_OF_EACH: dict[str, Callable[..., torch.Tensor]] = {
+    "norm": lambda tensor, order=2, dtype=None: torch.linalg.vector_norm(tensor, order, dtype=dtype),
+    "max": torch.max,
+}
 #: Functions that draw random numbers.
 _DRAWING = frozenset(
     {
@@ -78,11 +93,16 @@ class ParameterTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.name().removeprefix("aten::")
+        if name.split(".")[0] in TURNING and isinstance(args[0], ParameterTensor):
+            return turned_in_place(func, args, kwargs)
+        if _is_of_each(name, args):
+            each = _OF_EACH[name.split(".")[0].removeprefix(_ON_LISTS[0])]
+            return [each(one, *args[1:], **kwargs) for one in args[0]]
         in_place = schema(func).is_mutable and bool(args)
         tensors = _prepared(name, args, kwargs, in_place=in_place)
         whole_args, whole_kwargs = with_whole_operands((args, kwargs), tensors[0]) if tensors else (args, kwargs)
         is_drawn = bool(tensors) and draws(func)
-        ran_whole = is_drawn or (bool(tensors) and name.split(".")[0] in _ALWAYS_WHOLE)
+        ran_whole = is_drawn or (bool(tensors) and _needs_whole(func, name.split(".")[0], tensors))
         if not ran_whole:
             try:
                 result = super().__torch_dispatch__(func, types, whole_args, whole_kwargs)
@@ -163,6 +183,28 @@ def _prepared(name: str, args: Any, kwargs: Any, *, in_place: bool) -> list[Para
     if in_place or name in _READING:
         _complete(args[0] if on_lists else args[:1])
     return tensors
+
+
+def _is_of_each(name: str, args: Any) -> bool:
+    """Whether an operator on a list would fail on ranks alone that have no part of one of the tensors."""
+    if not name.startswith(_ON_LISTS[0]) or name.split(".")[0].removeprefix(_ON_LISTS[0]) not in _OF_EACH:
+        return False
+    return any(has_empty_parts(spec_of(one)) for one in args[0] if isinstance(one, DTensor))
+
+
+def _needs_whole(func: Any, name: str, tensors: Sequence[ParameterTensor]) -> bool:
+    """Whether an operator on each rank's part would not give parts of what it gives of whole ``tensors``."""
+    if name in _ALWAYS_WHOLE or _fills_out(func):
+        return True
+    return name in _OF_SOME_ELEMENTS and any(has_empty_parts(spec_of(tensor)) for tensor in tensors)
+
+
+@functools.cache
+def _fills_out(func: Any) -> bool:
+    """Whether an operator writes its result to ``out``: DTensor computes a part's shape for the whole (``eye``)."""
+    return any(
+        argument.kwarg_only and (info := argument.alias_info) and info.is_write for argument in schema(func).arguments
+    )
 
 
 def _refuse_draws(name: str, args: Any, kwargs: Any) -> None:

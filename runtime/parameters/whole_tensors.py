@@ -37,6 +37,26 @@ def can_run_whole(operator: Any, tensors: list[Any]) -> bool:
     return operator.name() != "aten::as_strided" or all(one.is_contiguous() for one in tensors)
 
 
+def has_empty_parts(spec: Any) -> bool:
+    """Whether some rank has no element of a tensor that has some; the same answer on all ranks."""
+    if 0 in spec.shape:
+        return False
+    for dim, size in enumerate(spec.shape):
+        parts = [size]
+        for axis, placement in enumerate(spec.placements):
+            if placement.is_shard(dim):
+                parts = [part for whole in parts for part in _chunks(whole, spec.mesh.size(axis))]
+        if 0 in parts:
+            return True
+    return False
+
+
+def _chunks(size: int, count: int) -> list[int]:
+    """Sizes of the parts that ``torch.chunk`` makes, with zeros for those that it leaves out."""
+    largest = -(-size // count)
+    return [max(0, min(largest, size - number * largest)) for number in range(count)]
+
+
 def run_whole(operator: Any, args: Any, kwargs: Any, beside: DTensor) -> Any:
     """The operator on whole tensors, on every rank; what it writes to is cut again as it was.
 

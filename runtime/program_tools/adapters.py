@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 
 from runtime.torch_compat.process_groups import exchanges_lists
-from runtime.torch_compat.spmd_internals import accept_any_stride_in_all_reduce, send_nothing_over_one_rank
+from runtime.torch_compat.spmd_internals import (
+    accept_any_stride_in_all_reduce,
+    reduce_as_autocast_computes,
+    send_nothing_over_one_rank,
+)
 
 _applied = False
 
@@ -23,6 +27,7 @@ def apply_adapters() -> None:
     _applied = True
     accept_any_stride_in_all_reduce()
     send_nothing_over_one_rank()
+    reduce_as_autocast_computes()
     spmd_types.set_dist(_Distributed())
     # It calls functions under the names they have in torch 2.11; later versions warn at each call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"spmd_types(\.|$)")

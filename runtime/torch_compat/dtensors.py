@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as optimizer_module
 from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 __all__ = [
     "TensorBase",
@@ -31,6 +32,7 @@ __all__ = [
     "set_local_part",
     "spec_of",
     "use_foreach_on",
+    "with_sizes_of",
 ]
 
 
@@ -94,6 +96,11 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 def set_content(tensor: DTensor, source: DTensor) -> None:
     """Let ``tensor`` be what ``source`` is, in its place."""
     tensor._local_tensor, tensor._spec = source._local_tensor, source._spec
+
+
+def with_sizes_of(operator: Any, args: Any, kwargs: Any) -> Any:
+    """``args[0]`` with the sizes that an operator in place gives it; what it holds is left as it is."""
+    return return_and_correct_aliasing(operator, args, kwargs, args[0])
 
 
 def part_on_mesh(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from spmd_types import _collectives, _state
+from spmd_types import _collectives, _dtype_utils, _state
 from spmd_types._local import _build_rank_to_group_local as places_in_group
 from spmd_types._local import _get_local_tensor_mode as local_tensor_mode_of
 from spmd_types._mesh import _pg_for_axis as group_of_axis
@@ -16,7 +16,7 @@ from spmd_types._mesh import _pg_for_axis as group_of_axis
 from runtime.torch_compat.process_groups import all_gather_along, reduce_scatter_along
 
 __all__ = ["accept_any_stride_in_all_reduce", "group_of_axis", "local_tensor_mode_of", "mesh_of_thread",
-           "places_in_group", "send_nothing_over_one_rank", "use_mesh"]  # fmt: skip
+           "places_in_group", "reduce_as_autocast_computes", "send_nothing_over_one_rank", "use_mesh"]  # fmt: skip
 
 
 def mesh_of_thread() -> Any:
@@ -58,6 +58,20 @@ def send_nothing_over_one_rank() -> None:
     Micro-batches divide the batch axis of a program, so its conversions are there with one data rank too.
     """
     _collectives.funcol = _OverSeveralRanks(_collectives.funcol)  # type: ignore[assignment]
+
+
+def reduce_as_autocast_computes() -> None:
+    """What autocast narrows, though it is float32 in the program, has its gradient reduced in its own dtype (0.3 asks).
+
+    A program that is narrower itself says so of each conversion.
+    """
+    original = _dtype_utils._check_backward_options
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        if not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+            original(*args, **kwargs)
+
+    _dtype_utils._check_backward_options = check  # type: ignore[assignment]
 
 
 class _OverSeveralRanks:

@@ -1,0 +1,56 @@
+"""Functions of torch that look at values to check or to warn are traced, and give what they give on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from tests.capture_parity import assert_parity
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+WINDOW = torch.hann_window(16, dtype=torch.float64) + 0.1
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def spectrum(y: torch.Tensor) -> torch.Tensor:
+    return torch.stft(y.repeat(1, 6), 16, 4, window=WINDOW, return_complex=True)
+
+
+CALLS: dict[str, Call] = {
+    "covariance": lambda y: torch.cov(y.t()),
+    "covariance without a correction": lambda y: y.t().cov(correction=0),
+    "variance": lambda y: torch.cov(y[:, 0]),
+    "correlation": lambda y: torch.corrcoef(y.t()),
+    "inverse Fourier transform": lambda y: torch.istft(spectrum(y), 16, 4, window=WINDOW),
+    "to a length": lambda y: torch.istft(spectrum(y), 16, 4, window=WINDOW, length=40),
+    "of one signal, scaled": lambda y: torch.istft(spectrum(y)[0], 16, 4, window=WINDOW, normalized=True, center=False),
+}
+
+
+class Calling(nn.Module):
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.linear(x)).square().sum()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_traced_in_operators_that_do_not_look_at_values(name: str) -> None:
+    assert_parity(Calling(CALLS[name]), args=(X,))
+
+
+def test_batch_statistics_that_all_count_alike_are_kept_under_a_plan() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 2)).double()
+    report = planner.verify(model, "dp=2", batch=(X,), loss_fn=lambda outputs, batch: F.softplus(outputs).mean())
+    assert report.ok, report.table()
