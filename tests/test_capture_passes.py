@@ -50,6 +50,18 @@ def check(function: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> list
     return ops(graph)[1:-2]
 
 
+def test_a_table_that_a_loop_fills_is_an_index() -> None:
+    """What each writing depends on doubles with the one before, if it is looked at more than once."""
+
+    def picked(y: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros(40, dtype=torch.int64)
+        for place in range(40):
+            table[place] = place // 10
+        return y[table]
+
+    assert check(picked, 4, 3)
+
+
 def test_tiles_of_the_last_dims_are_repeats_of_all() -> None:
     assert check(lambda y: y.tile(2), 3, 4) == check(lambda y: y.tile(5, 1, 2), 3, 4) == ["aten.repeat.default"]
 
