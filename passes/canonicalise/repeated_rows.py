@@ -59,7 +59,7 @@ def repetitions(index: Any, length: int) -> int | None:
 def _constant(node: fx.Node) -> torch.Tensor | None:
     """The value of a node that depends on no tensor; None for one that does."""
     needed, waiting = {node}, [node]
-    while waiting:  # each once: what a loop writes to depends on everything before in two ways, and so on
+    while waiting:
         each = waiting.pop()
         operands = each.all_input_nodes
         if each.op != "call_function" or not isinstance(each.meta.get("val"), torch.Tensor):
