@@ -412,7 +412,7 @@ def expand(draw: Draw) -> Arguments:
     return (draw.normal(*draw.broadcast(target)), target), {}
 
 
-@sampler("repeat", "tile")
+@sampler("repeat")
 def repeat(draw: Draw) -> Arguments:
     shape = draw.shape(1, 3)
     return (draw.normal(*shape), [draw.int(1, 2) for _ in range(len(shape) + draw.int(0, 1))]), {}

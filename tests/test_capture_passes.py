@@ -50,6 +50,20 @@ def check(function: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> list
     return ops(graph)[1:-2]
 
 
+def test_an_index_that_depends_on_values_in_many_ways_is_looked_at_once() -> None:
+    def picked(y: torch.Tensor) -> torch.Tensor:
+        index = y.argmax(1)
+        for _ in range(40):
+            index = torch.where(index > 2, index - 1, index)
+        return y[index]
+
+    assert "aten.index.Tensor" in check(picked, 4, 3)
+
+
+def test_tiles_of_the_last_dims_are_repeats_of_all() -> None:
+    assert check(lambda y: y.tile(2), 3, 4) == check(lambda y: y.tile(5, 1, 2), 3, 4) == ["aten.repeat.default"]
+
+
 def test_views_become_reshapes_with_all_sizes() -> None:
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     views = [

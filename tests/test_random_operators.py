@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from random_oracle import words
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from passes.capture import CaptureError, capture, interpret, keep_float64
@@ -215,9 +216,46 @@ def test_what_no_plan_can_draw_is_refused(draws: Numbers, says: str) -> None:
         capture(Noisy(draws), args=(torch.randn(4, 8),))
 
 
-def test_verify_says_that_it_cannot_compare_what_torch_draws() -> None:
-    with pytest.raises(ValueError, match="Noisy draws random numbers in forward"):
-        planner.verify(Noisy(torch.rand_like), {"dp": 2}, batch={"x": torch.randn(4, 8)})
+class Verified(Noisy):
+    """A class of its own, whose graph is no other test's."""
+
+
+def verified(*draws: Numbers) -> bool:
+    torch.manual_seed(0)
+    return planner.verify(Verified(*draws), "dp=2,tp=2", batch={"x": torch.randn(4, 8)}).ok
+
+
+def test_verify_draws_on_one_device_what_programs_do() -> None:
+    """Torch has no derivative of the one that is left out, and draws for ``rrelu`` inside of an operator."""
+    state = ops.get_random_state()
+    assert verified(*(draw for name, draw in LIKE.items() if name not in ("bernoulli of a number", "rrelu")))
+    assert ops.get_random_state() == state
+
+
+def test_verify_says_what_it_cannot_compare() -> None:
+    with pytest.raises(ValueError, match="Verified draws random numbers in forward that on one device cannot be those"):
+        verified(LIKE["rrelu"])
+
+
+class DrawsTooMuch(Noisy):
+    """Nothing depends on the first number."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"unused": torch.rand(4, 1), "loss": super().forward(x)["loss"]}["loss"]  # type: ignore[return-value]
+
+
+def test_verify_says_that_a_program_leaves_draws_out() -> None:
+    model = DrawsTooMuch(torch.rand_like)
+    with pytest.raises(ValueError, match=r"shapes \[\(4, 1\), \(4, 8\)\] in forward .* program \[\(4, 8\)\] \(what"):
+        planner.verify(model, "dp=2,tp=2", batch={"x": torch.randn(4, 8)})
+
+
+def test_verify_refuses_draws_of_layers_that_run_again() -> None:
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: y * torch.rand_like(y), x, use_reentrant=False)
+
+    with pytest.raises(ValueError, match="draws random numbers while backward runs"):
+        verified(again)
 
 
 def test_outside_of_training_nothing_is_refused() -> None:

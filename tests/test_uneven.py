@@ -61,6 +61,8 @@ SAMPLES = (
     Sample("aten.softmax.int", (torch.randn(17, 4), -1), {}),
     Sample("aten.layer_norm.default", (torch.randn(2, 17, 4), [4], torch.randn(4), torch.randn(4)), {}),
     Sample("aten.view.default", (torch.randn(2, 3, 17), [6, 17]), {}),
+    Sample("aten.view.default", (torch.randn(2, 3, 17), [2, 3, 1, 17]), {}),
+    Sample("aten.view.default", (torch.randn(2, 3, 17), [2, 3, 17, 1]), {}),
     Sample("aten.transpose.int", (torch.randn(3, 17), 0, 1), {}),
     Sample("aten.slice.Tensor", (torch.randn(4, 17), 0, 1, 3), {}),
     Sample("aten.cat.default", ([torch.randn(3, 17), torch.randn(2, 17)],), {}),

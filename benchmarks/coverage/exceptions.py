@@ -55,6 +55,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "seggpt": {"intermediate_hidden_state_indices": [0, 1], "merge_index": 0},
     "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
     "voxtral": {"audio_token_id": 100, "text_config": {"num_key_value_heads": 2}},
+    "timesfm2_5": {"context_length": 64},  # its patches are normalised in a loop
+    "vibevoice": {"audio_config": {"num_filters": 2}, "semantic_model_config": {"num_filters": 2}},
     "textnet": {"stem_out_channels": 8, "image_size": (64, 64)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
@@ -204,6 +206,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "input_features": lambda t: t.floats(t.batch_size, 16, t.config.d_model),
     },
     "speech-encoder-decoder": {"input_features": None},
+    "blt": {"patch_lengths": lambda t: torch.tensor([[1, 5, 5, 5]] * t.batch_size)},  # else as its weights say
     "xclip": {"pixel_values": lambda t: t.floats(t.batch_size, t.vision("num_frames"), 3, *t.image_size)},
     "instructblip": {"qformer_input_ids": lambda t: t.tokens(t.batch_size, 8)},
     "instructblipvideo": {"qformer_input_ids": lambda t: t.tokens(t.batch_size, 8)},

@@ -10,7 +10,6 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"[Tt]raining [\w ]*is not (yet )?(implemented|supported)|does not support training|is not trainable",
      "says itself that it does not train"),
     (r"ForCausalLMLoss\(\) missing 1 required positional argument", "transformers calls a loss of another kind for it"),
-    (r"draws random numbers in forward", "draws random numbers, others in every program: nothing to compare with"),
 )  # fmt: skip
 
 

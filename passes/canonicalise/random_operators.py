@@ -40,7 +40,12 @@ def write_out_random_operators(module: fx.GraphModule) -> None:
     Raises:
         CaptureError: for one that has no such form.
     """
-    for node in calls(module.graph):
+    write_out_in(module.graph)
+
+
+def write_out_in(graph: fx.Graph) -> None:
+    """``write_out_random_operators`` for a graph that is no module's; those without such a form stay."""
+    for node in calls(graph):
         if not is_random(node) or _is_off(node):
             continue
         target: Any = node.target

@@ -49,26 +49,32 @@ def repetitions(index: Any, length: int) -> int | None:
         return form.divisor if (form.start, form.strides) == (0, (1,)) else None
     if not 0 < length <= _MOST:
         return None
-    values = _constant(index, {})
+    values = _constant(index)
     if values is None or values.is_floating_point():
         return None
     count = int((values == 0).sum())
     return count if count and torch.equal(values, torch.arange(length) // count) else None
 
 
-def _constant(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+def _constant(node: fx.Node) -> torch.Tensor | None:
     """The value of a node that depends on no tensor; None for one that does."""
-    if node in values:
-        return values[node]
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
-        return None
-    inputs = {operand: _constant(operand, values) for operand in node.all_input_nodes}
-    if any(value is None for value in inputs.values()) or (not inputs and node.target not in _SOURCES):
-        return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: inputs[operand])
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
-    values[node] = result = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result  # type: ignore[no-any-return]
+    needed, waiting = {node}, [node]
+    while waiting:
+        each = waiting.pop()
+        operands = each.all_input_nodes
+        if each.op != "call_function" or not isinstance(each.meta.get("val"), torch.Tensor):
+            return None
+        if not operands and each.target not in _SOURCES:
+            return None
+        waiting += [operand for operand in operands if operand not in needed]
+        needed.update(operands)
+    values: dict[fx.Node, torch.Tensor] = {}
+    for each in node.graph.nodes:
+        if each in needed:
+            args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
+            values[each] = each.target(*args, **kwargs)
+    return values[node]
 
 
 _SOURCES = (aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -45,6 +45,8 @@ def replace_synonyms(module: fx.GraphModule) -> None:
         node.target = _NAMES.get(node.target, node.target)
         if node.target is aten.broadcast_tensors.default:
             _broadcast(node)
+        elif node.target is aten.tile.default:
+            _as_repeat(node)
         elif node.target in _LIKE:
             _as_like(node)
 
@@ -67,6 +69,14 @@ def _as_like(node: fx.Node) -> None:
     elif node.target in _OF_SIZE:
         node.target, node.args = _OF_SIZE[node.target], (size, *fill)
         node.kwargs = {"dtype": like.dtype, "device": like.device}
+
+
+def _as_repeat(node: fx.Node) -> None:
+    """``tile`` repeats the last dims if it has fewer numbers than there are dims; ``repeat`` wants one for each."""
+    source, counts = node.args
+    assert isinstance(source, fx.Node)
+    missing = len(shape(source)) - len(counts)  # type: ignore[arg-type]
+    node.target, node.args = aten.repeat.default, (source, [*[1] * missing, *counts])  # type: ignore[misc,union-attr]
 
 
 def _broadcast(node: fx.Node) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CASTS = ("to", "float", "type", "type_as")
+#: Functions that read another dtype out of the same bytes.
+_OF_BITS = ("view", "frombuffer")
 #: Functions that take the dtype to compute in.
 _WITH_DTYPE = ("softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
 
@@ -20,7 +22,8 @@ class keep_float64(TorchFunctionMode):
     softmax to float32, which rounds a float64 model at 1e-7 in places that depend on the order of summation.
 
     Args:
-        new_too: tensors that the model makes without a dtype, and writes results into, are float64 as well.
+        new_too: floats that the model makes, of a size or of whole numbers, are float64 as well, whatever dtype it
+            asks for. (Those of positions, say, are else rounded at 1e-7, other elements of a vector otherwise.)
     """
 
     def __init__(self, *, new_too: bool = False) -> None:
@@ -44,13 +47,26 @@ class keep_float64(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        source = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
+        wide = source == torch.float64
         if wide and name in _CASTS:
             return self._cast(func, name, args, kwargs)
+        if self._new_too and (source is None or not (source.is_floating_point or source.is_complex)):
+            return self._made(func, name, args, kwargs)
         if wide and name in _WITH_DTYPE:
-            args = tuple(torch.float64 if _narrow(entry) else entry for entry in args)
-            kwargs = {key: torch.float64 if _narrow(entry) else entry for key, entry in kwargs.items()}
+            args, kwargs = tuple(map(_widest, args)), {key: _widest(entry) for key, entry in kwargs.items()}
         return func(*args, **kwargs)
+
+    @staticmethod
+    def _made(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A result made of no floats."""
+        if name == "float":
+            return args[0].double()
+        if name in _OF_BITS:
+            return func(*args, **kwargs)
+        if name in _CASTS:
+            args = tuple(_widest(entry) for entry in args)
+        return func(*args, **{key: _widest(entry) if key == "dtype" else entry for key, entry in kwargs.items()})
 
     @staticmethod
     def _cast(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,9 +77,11 @@ class keep_float64(TorchFunctionMode):
         other = args[1] if len(args) > 1 else None
         if name == "to" and isinstance(other, torch.Tensor) and _narrow(other.dtype):
             return args[0]
-        args = tuple(torch.float64 if _narrow(entry) else entry for entry in args)
-        kwargs = {key: torch.float64 if _narrow(entry) else entry for key, entry in kwargs.items()}
-        return func(*args, **kwargs)
+        return func(*map(_widest, args), **{key: _widest(entry) for key, entry in kwargs.items()})
+
+
+def _widest(entry: Any) -> Any:
+    return torch.float64 if _narrow(entry) else entry
 
 
 def _narrow(entry: Any) -> bool:

@@ -167,6 +167,25 @@ class ValueReads:
             raise NotRepeated(place)
         return answer, reason
 
+    def equal(self, first: torch.Tensor, second: torch.Tensor) -> bool | None:
+        """Whether tensors of floats that weights decide are equal: if they are computed alike, else a check says not.
+
+        None for others, whose values tell.
+
+        Raises:
+            NotRepeated: as ``check``.
+        """
+        if self._subgraphs is None or not first.is_floating_point() or first.shape != second.shape:
+            return None
+        alike = self._subgraphs.are_alike(first, second)
+        if alike is False:
+            place = describe_stack(self._modules)
+            if not self._whole:
+                raise NotRepeated(place)
+            reason = f"two tensors are equal, and the program has no branch for that, at {place}"
+            self.checks.append(((first.detach() == second.detach()).all(), False, reason))
+        return alike
+
     def _places(self, indices: list[torch.Tensor | None], stand_ins: Any) -> list[torch.Tensor | None]:
         """Indices with a mask as the places where it is true."""
         places: list[torch.Tensor | None] = []

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes.capture.bounded_ids import bound_of_ids
+from passes.capture.equal_tensors import computed_alike
 from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
 from passes.capture.joined_parts import joined_part
@@ -119,6 +120,14 @@ class Subgraphs:
         ):
             return None
         return node
+
+    def are_alike(self, first: torch.Tensor, second: torch.Tensor) -> bool | None:
+        """Whether two tensors are computed alike; None if inputs, buffers and constants decide what both are."""
+        nodes = [self._trace.node_of(tensor) for tensor in (first, second)]
+        leading = [each for node in nodes if node is not None for each in self._leading_to(node)[0]]
+        if None in nodes or self._is_settled(leading):
+            return None
+        return not self._are_written(leading) and computed_alike(*nodes)
 
     def depends_on(self, tensor: torch.Tensor, other: torch.Tensor) -> bool:
         """Whether ``other`` is among what ``tensor`` is computed of."""

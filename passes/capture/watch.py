@@ -87,6 +87,10 @@ class WatchedForward(TorchFunctionMode):
             if check is not None:
                 self._reads.checks.append((args[0].clone(), *check))
                 return check[0]
+        if func in _EQUAL and len(args) == 2:
+            equal = self._reads.equal(*args)
+            if equal is not None:
+                return equal
         if name == "__format__" and args[0].dim() == 0 and self._reads.is_settled(args[0]):
             return format(args[0].item(), *args[1:])  # f"expert_{index}" names a module; what is only logged is left
         placed = placed_rows(self._reads, name, args) if not kwargs else None
@@ -154,6 +158,7 @@ class WatchedForward(TorchFunctionMode):
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 #: Functions that read the values of tensors in a list, which have none.
 _FROM_DATA = (torch.tensor, torch.as_tensor)
+_EQUAL = (torch.equal, torch.Tensor.equal)
 _AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 #: Elements of a tensor that may be read as an array.
 _MAX_READ = 4096

@@ -62,7 +62,6 @@ FUNCTIONS: dict[str, str] = {
     **_each("unsqueeze", "self."),
     **_each("movedim.int movedim.intlist diagonal", "torch."),
     "aten.repeat.default": "self.repeat(*repeats)",
-    "aten.tile.default": "self.repeat(*dims)",
     "aten.repeat_interleave.self_int": "self.repeat_interleave(repeats, dim=dim)",
     # reductions
     **_each("sum sum.dim_IntList mean mean.dim amax amin aminmax argmax argmin max min max.dim min.dim", "torch."),

@@ -18,11 +18,12 @@ def _axes(names: tuple[str, ...]) -> str:
 def reshape(writer: Writer) -> str:
     """Any view that splits or merges dims, with local sizes; of heads as ``unflatten`` and ``flatten``."""
     source, before, after = writer.call.inputs[0].name, writer.call.inputs[0].shape, writer.output.shape
-    if before and len(after) == len(before) + 1 and after[:-2] == before[:-1]:
+    uneven = writer.uneven_dims(writer.output)
+    splits_last = bool(before) and len(after) == len(before) + 1 and after[:-2] == before[:-1]
+    if splits_last and uneven.keys().isdisjoint((len(after) - 2, len(after) - 1)):
         return f"{source}.unflatten(-1, ({after[-2]}, {after[-1]}))"
     if after and len(before) == len(after) + 1 and after[:-1] == before[:-2]:
         return f"{source}.flatten({len(after) - 1})"
-    uneven = writer.uneven_dims(writer.output)
     sizes = [-1 if dim in uneven else size for dim, size in enumerate(after)]
     return f"{source}.reshape({', '.join(map(str, sizes)) or '()'})"
 

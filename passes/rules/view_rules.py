@@ -113,7 +113,7 @@ def expand(call: OperatorCall) -> ShardingRule:
 
 
 def repeat(call: OperatorCall) -> ShardingRule:
-    """``repeat`` and ``tile``: repeated dims stay whole."""
+    """``repeat``: repeated dims stay whole."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     new = len(target) - len(source)
     dims = named_dims(source, whole=[dim for dim, size in enumerate(source) if size != target[new + dim]])
@@ -158,6 +158,5 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.expand_as.default": expand,
     "aten.broadcast_to.default": expand,
     "aten.repeat.default": repeat,
-    "aten.tile.default": repeat,
     "aten.repeat_interleave.self_int": repeat_interleave,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from planner.verification.comparison import (
     make_gradients_dense,
     single_loss,
 )
+from planner.verification.draws_of_plans import DrawsOfPlans, sequence_of_draws
 
 #: Gradients are clipped to this part of the norm that they have alone.
 _CLIPPED = 0.5
@@ -31,12 +33,19 @@ _CLIPPED = 0.5
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """The training to run: AdamW steps on one batch, with gradients clipped to half their norm."""
+    """The training to run: AdamW steps on one batch, with gradients clipped to half their norm.
+
+    Attributes:
+        seed: of the random numbers that programs draw.
+        draws_as_plans: on one device, too, random operators draw what programs do.
+    """
 
     batch: Any
     loss_fn: Callable[..., Any] | None
     steps: int
     learning_rate: float
+    seed: int = 0
+    draws_as_plans: bool = False
 
     def call(self, function: Callable[..., Any], **options: Any) -> Any:
         """``function`` called on the batch."""
@@ -57,26 +66,37 @@ class Results:
         losses, norms: of every step; the norms are those of all gradients before clipping.
         gradients: of the first step, clipped.
         state: weights and buffers after the last.
+        draws: shapes of what the first step drew, of a run that draws as programs do.
     """
 
     losses: tuple[torch.Tensor, ...]
     norms: tuple[torch.Tensor, ...]
     gradients: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
+    draws: tuple[tuple[int, ...], ...] = ()
 
 
 def run_alone(model: nn.Module, training: TrainingCase) -> Results:
     """Train ``model`` on this device, by torch alone."""
-    optimizer = _optimizer(model, training, model)
+    draws = DrawsOfPlans()
+    with sequence_of_draws(training.seed):
+        results = _run_alone(model, training, draws)
+    return dataclasses.replace(results, draws=tuple(draws.shapes))
+
+
+def _run_alone(model: nn.Module, training: TrainingCase, draws: DrawsOfPlans) -> Results:
+    optimizer: torch.optim.Optimizer | None = None
     losses, norms, gradients = [], [], dict[str, torch.Tensor]()
-    for step in range(training.steps):
-        loss = single_loss(model, *training.arguments, training.loss_fn)
-        loss.backward()
+    for _ in range(training.steps):
+        with draws.step() if training.draws_as_plans else contextlib.nullcontext():
+            loss = single_loss(model, *training.arguments, training.loss_fn)
+            loss.backward()
         make_gradients_dense(model)
         norm = torch.nn.utils.get_total_norm(list(gradients_of(model).values()))
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), _max_norm(norm), norm)
-        if step == 0:
+        if optimizer is None:
             gradients = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
+            optimizer = _optimizer(model, training, model, gradients)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -100,7 +120,20 @@ def run_sharded(
         whole: the value of a scalar that all ranks hold.
         first_step: entered around the first ``train_step``.
     """
-    optimizer = _optimizer(parallel, training, like)
+    with sequence_of_draws(training.seed):
+        return _run_sharded(parallel, training, alone, like=like, whole=whole, first_step=first_step)
+
+
+def _run_sharded(
+    parallel: Any,
+    training: TrainingCase,
+    alone: Results,
+    *,
+    like: nn.Module,
+    whole: Callable[[torch.Tensor], torch.Tensor],
+    first_step: AbstractContextManager[Any],
+) -> Results:
+    optimizer = _optimizer(parallel, training, like, alone.gradients)
     losses, norms, gradients = [], [], dict[str, torch.Tensor]()
     for step in range(training.steps):
         with first_step if step == 0 else contextlib.nullcontext():
@@ -133,9 +166,13 @@ def compare(results: Results, expected: Results, training: TrainingCase, *, exac
     return comparisons
 
 
-def _optimizer(module: nn.Module, training: TrainingCase, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(
+    module: nn.Module, training: TrainingCase, model: nn.Module, gradients: Mapping[str, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """AdamW, whose epsilon exceeds those of the first ``gradients`` that are zero but for rounding."""
     exact = all(parameter.dtype == torch.float64 for parameter in model.parameters())
-    epsilon = ADAM_EPSILON if exact else ADAM_EPSILON_LOW_PRECISION
+    least, part = (ADAM_EPSILON, NEGLIGIBLE) if exact else (ADAM_EPSILON_LOW_PRECISION, NEGLIGIBLE_LOW_PRECISION)
+    epsilon = max(least, part * largest_of(gradients))
     return torch.optim.AdamW(module.parameters(), lr=training.learning_rate, eps=epsilon, foreach=False)
 
 

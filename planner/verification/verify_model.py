@@ -36,6 +36,7 @@ from runtime.execution.rank_mapping import VirtualPlaces
 from runtime.kernels.routing_listeners import listening
 from runtime.mesh.communication_counter import CommunicationCounter
 from runtime.mesh.layout import VirtualLayout, virtual_ranks
+from runtime.module.parallel_module import ParallelModule
 
 #: Largest relative error that passes, by dtype of the parameters.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -73,6 +74,8 @@ def verify(
             compute in float64 (the report says so).
         cluster: the hardware to plan for (default: slow devices on fast links, so that a tiny model is split too).
         fuse: plan and run fused operators; a plan that is given says so itself.
+        seed: of weights and batches that are made up, and of the random numbers that forward draws: on one device, too,
+            those of plans. (Modules of dropout are switched off.)
         options: constraints, memory_limit and the like, for the search.
 
     Returns:
@@ -82,7 +85,7 @@ def verify(
 
     Raises:
         ValueError: for more than 64 ranks, less than one step, a plan of 16-bit parameters, a model that draws random
-            numbers other than by modules of dropout (which are switched off), and whatever planning refuses.
+            numbers that one device cannot draw as plans do, and whatever planning refuses.
     """
     for name, value in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len)):
         if value is not None:
@@ -110,7 +113,7 @@ def verify(
         own_batch = batch
         if own_batch is None:
             own_batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
-        training = TrainingCase(_cast(own_batch, dtype), loss_fn, steps, learning_rate)
+        training = TrainingCase(_cast(own_batch, dtype), loss_fn, steps, learning_rate, seed)
         # The graph of a plan that is given was captured with torch's own default.
         return _Subject.trained(single, training, dtype, widens=user_plan is None and dtype == torch.float64)
 
@@ -155,6 +158,8 @@ def verify(
             first_step=_counting(counter, drops),
         )
         disagreement = parallel._state.disagreement()
+        if training.draws_as_plans:
+            _check_draws(parallel, training, subject.alone)
     return VerifyReport(
         type(single).__name__,
         parallel.plan,
@@ -188,22 +193,15 @@ class _Subject:
 
     model: nn.Module
     training: TrainingCase
-    dtype: torch.dtype
     alone: Results
+    dtype: torch.dtype
     widens: bool
     note: str = ""
 
     @classmethod
     def trained(cls, model: nn.Module, training: TrainingCase, dtype: torch.dtype, *, widens: bool) -> _Subject:
-        before = torch.get_rng_state()
         with keep_float64(new_too=widens):
-            subject = cls(model, training, dtype, run_alone(independent_copy(model), training), widens)
-        if not torch.equal(torch.get_rng_state(), before):
-            raise ValueError(
-                f"{type(model).__name__} draws random numbers in forward: on one device torch draws others than a plan "
-                "does, so verify cannot compare them. Pass the numbers as inputs, or compare with planner.compile on "
-                'the mesh "dp=1", which draws what every plan draws'
-            )
+            subject = cls(model, *_trained_alone(model, training), dtype, widens)
         unusable = next((loss for loss in (*subject.alone.losses, *subject.alone.norms) if not loss.isfinite()), None)
         if unusable is not None:
             raise NotFiniteError(
@@ -233,6 +231,37 @@ class _Subject:
                 tolerance=self.tolerance,
                 exact=exact,
             )
+
+
+def _trained_alone(model: nn.Module, training: TrainingCase) -> tuple[TrainingCase, Results]:
+    """The results of training on one device; of a model that draws, of numbers that plans draw.
+
+    Raises:
+        ValueError: if it draws what cannot be compared.
+    """
+    for case in (training, dataclasses.replace(training, draws_as_plans=True)):
+        before = torch.get_rng_state()
+        results = run_alone(independent_copy(model), case)
+        if torch.equal(torch.get_rng_state(), before):
+            return case, results
+        torch.set_rng_state(before)
+    raise ValueError(
+        f"{type(model).__name__} draws random numbers in forward that on one device cannot be those of a plan (dropout "
+        "inside of attention, or an operator that torch alone has), so verify cannot compare them. Pass the numbers as "
+        'inputs, or compare with planner.compile on the mesh "dp=1", which draws what every plan draws'
+    )
+
+
+def _check_draws(parallel: ParallelModule, training: TrainingCase, alone: Results) -> None:
+    """Raise ValueError if random operators are not those of one device, in the same order: then numbers differ."""
+    graph = parallel._engine.graph_of(*training.arguments)
+    shapes = tuple(tuple(node.outputs[0].shape) for node in graph.nodes if node.draw is not None)
+    if shapes != alone.draws:
+        raise ValueError(
+            f"{graph.model_name} draws tensors of shapes {list(alone.draws)} in forward on one device, but its program "
+            f"{list(shapes)} (what nothing depends on is left out), so verify cannot compare them: drop the draws that "
+            "nothing uses"
+        )
 
 
 def dtype_to_compare_in(plan: Plan) -> torch.dtype | None:
