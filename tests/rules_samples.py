@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+import passes.torch_compat.host_operators  # noqa: F401  (registers operators that rules are of)
 from passes.rules.operator_call import REQUIRED, signature, tensor_arguments
 from passes.rules.rule_table import POINTWISE, POINTWISE_2, POINTWISE_3, RULES
 
