@@ -234,6 +234,47 @@ def micro_batches_of_a_model_compiled_in_evaluation_mode() -> float:
     return max(apart)
 
 
+class SumOverTokens(nn.Module):
+    """Attention over tokens, and a loss that is a sum over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mixing = nn.Embedding(32, 16), nn.Linear(16, 48)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        query, key, value = self.mixing(x).chunk(3, dim=-1)
+        x = x + nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.down(torch.tanh(self.up(x)))
+        return (x.square().mean(-1) * mask).sum() / 100
+
+
+def lengths_that_an_axis_does_not_divide() -> float:
+    """Planned for eight tokens on an axis that cuts them; then of seven and five, in micro-batches, and of eight."""
+    model = seeded(SumOverTokens)
+
+    def batch(length: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(4 * length).reshape(4, length) % 29
+        return {"tokens": tokens, "mask": (tokens % 5 > 0).double()}
+
+    fix = {"cp": 2, "pp": 1, "dp": 1, "tp": 1, "num_microbatches": 2}
+    parallel = planner.compile(seeded(SumOverTokens), slow_devices(2), example_inputs=batch(8), fix=fix)
+    assert "S(1), dst=R)" in parallel.program.source
+    apart = []
+    for length in (8, 7, 5, 8):
+        model.zero_grad()
+        parallel.zero_grad()
+        loss = model(**batch(length))
+        loss.backward()
+        apart.append(difference(parallel.train_step(**batch(length)), loss.detach()))
+        gradients = parallel.full_gradients()
+        apart += [difference(gradients[name], one.grad) for name, one in model.named_parameters()]
+    with torch.no_grad():
+        apart.append(difference(parallel.eval()(**batch(9)), model.eval()(**batch(9))))
+    return max(apart)
+
+
 def gradients_in_evaluation_mode() -> float:
     """Of outputs that are no loss, under a plan that was made in training mode; and once it is left by hand."""
     model, parallel = seeded(Mlp), planner.compile(seeded(Mlp), fix={"dp": 2})
@@ -262,6 +303,7 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     totals_read_states_of_other_stages,
     micro_batches_of_a_model_compiled_in_evaluation_mode,
     gradients_in_evaluation_mode,
+    lengths_that_an_axis_does_not_divide,
 )
 
 if __name__ == "__main__":

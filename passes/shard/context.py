@@ -23,7 +23,14 @@ class PlanMismatch(ValueError):
 
 
 class UndividedError(PlanMismatch):
-    """The plan cuts a tensor of this graph into parts that are not equal, where they must be."""
+    """The plan cuts a tensor of this graph into parts that are not equal, where they must be.
+
+    ``axes``: the mesh axes over which.
+    """
+
+    def __init__(self, message: str, axes: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.axes = axes
 
 
 def has_whole_gradient(placement: Placement, mesh: MeshShape) -> bool:
@@ -118,9 +125,10 @@ class Context:
             tensors += [(value, output_placement(choices, index)) for index, value in enumerate(node.outputs)]
             for value, placement in tensors:
                 self.check_divides(value, self.normal(placement, value))
-            raise ValueError(
+            raise UndividedError(
                 f"{node.op} ({node.key!r}) cannot be cut over the mesh {self.mesh} as the plan says: plan again for "
-                "these shapes"
+                "these shapes",
+                self.mesh.names,
             )
 
     def check_divides(self, value: Value, placement: Placement) -> None:
@@ -129,15 +137,13 @@ class Context:
         paths = dict(zip((value.name for value in self.graph.inputs), self.graph.input_paths))
         what = f"input {input_key(paths[value.name])!r}" if value.name in paths else f"tensor {value.name!r}"
         for dim, size in enumerate(value.shape):
-            axes = [
-                f"{name}={count}"
-                for name, count, spmd_type in zip(self.mesh.names, self.mesh.sizes, placement)
-                if shard_dim(spmd_type) == dim
-            ]
+            axes = [name for name, spmd_type in zip(self.mesh.names, placement) if shard_dim(spmd_type) == dim]
+            over = ", ".join(f"{name}={self.mesh.size(name)}" for name in axes)
             if axes and not divides(tuple(t if shard_dim(t) == dim else R for t in placement), value.shape, self.mesh):
                 raise UndividedError(
-                    f"{what} has size {size} in dim {dim}, which cannot be divided over mesh axis {', '.join(axes)} "
-                    "as the plan says: pad it to a multiple, or plan again for this shape"
+                    f"{what} has size {size} in dim {dim}, which cannot be divided over mesh axis {over} as the plan "
+                    "says: pad it to a multiple, or plan again for this shape",
+                    tuple(axes),
                 )
 
     def _check_inputs(self) -> None:

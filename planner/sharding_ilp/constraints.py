@@ -262,17 +262,22 @@ def cut_every_matmul(problem: Problem, mesh: MeshShape) -> Constraint:
 
 
 def keep_plan(problem: Problem, plan: Plan) -> Constraint:
-    """Keep the plan's placements of parameters and buffers, and its strategies for operators that still offer them."""
+    """Keep the plan's placements of parameters and buffers, and its strategies for operators that still offer them.
+
+    Of others as much as they offer, axis by axis: a sequence that ``tp`` does not divide is still cut by samples.
+    """
     constraint = Constraint("pinned plan")
     nodes = _pinned_nodes(plan)
     for name, element in problem.elements.items():
         planned = _planned_choice(element, plan, nodes)
         if planned is None:
             continue
-        if any(_same(option, element, planned) for option in element.options):
-            constraint.add(name, lambda option, e=element, w=planned: _same(option, e, w))  # type: ignore[misc]
-        elif element.kind in ("parameter", "buffer"):
+        kept = [_choice(option, element) for option in element.options]
+        if planned not in kept and element.kind in ("parameter", "buffer"):
             raise ValueError(f"pinned plan: {element.kind} {element.key.removeprefix('state:')!r} cannot be {planned}")
+        for axis, wanted in enumerate(planned):
+            kept = [choice for choice in kept if choice[axis] == wanted] or kept
+        constraint.add(name, lambda option, e=element, w=frozenset(kept): _choice(option, e) in w)  # type: ignore[misc]
     return constraint
 
 
@@ -295,8 +300,9 @@ def _planned_choice(element: Element, plan: Plan, nodes: Mapping[str, tuple[str,
     return tensors[path].placement if path in tensors else None
 
 
-def _same(option: Option, element: Element, planned: tuple[str, ...]) -> bool:
-    return (option.labels if element.kind == "op" else option.outputs[0]) == planned
+def _choice(option: Option, element: Element) -> tuple[str, ...]:
+    """What a plan says of an option: strategies of an operator, or the placement of a tensor."""
+    return option.labels if element.kind == "op" else option.outputs[0]
 
 
 def apply_constraints(problem: Problem, constraints: Iterable[Constraint]) -> dict[str, list[Option]]:

@@ -356,10 +356,11 @@ class Maker:
         try:
             return cut(self._for_call(graph))
         except PlanMismatch as mismatch:
-            decided = whole_step and (self._first is None or isinstance(mismatch, UndividedError))
-            if self.planner is None or decided:
+            undivided = isinstance(mismatch, UndividedError)
+            short_batch = isinstance(mismatch, UndividedError) and BATCH_AXIS in mismatch.axes  # see ``cut_batch``
+            if self.planner is None or (whole_step and (self._first is None or short_batch)):
                 raise
-            return cut(self._planned_again(graph, split))
+            return cut(self._planned_again(graph, split, cuts_samples=whole_step and undivided))
 
     def _for_call(self, graph: Graph) -> Plan:
         """The plan with what the call of ``graph`` has beside the step's: weights, and inputs."""
@@ -367,10 +368,11 @@ class Maker:
         plan = with_unused_weights(self.plan, graph, self.state.infos, self.state.trains)
         return plan if self._scratch else with_inputs_of_samples(plan, self._inputs_of_call)
 
-    def _planned_again(self, graph: Graph, split: BatchSplit) -> Plan:
-        """A plan for a graph with nodes that the current plan does not know; its decisions stay."""
+    def _planned_again(self, graph: Graph, split: BatchSplit, *, cuts_samples: bool) -> Plan:
+        """A plan for a graph with nodes or shapes that the current plan does not know; its decisions stay."""
         assert self.plan is not None and self.planner is not None
-        plan = self.planner(graph, as_seen_by(graph, in_pieces(self._for_call(graph), split)))
+        known = in_pieces(self._for_call(graph), split)
+        plan = self.planner(graph, as_seen_by(graph, known, cuts_samples=cuts_samples))
         if self.plan.step.decides_units:
             return dataclasses.replace(plan, mesh=self.plan.mesh, step=self.plan.step)
         self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))
