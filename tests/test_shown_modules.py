@@ -113,7 +113,6 @@ REFUSED = {
         r"has shape \(4,\) and cannot become \(5,\)",
     ),
     "new number": (lambda model: setattr(model.body[0], "gain", 2.0), "would change nothing"),
-    "cumulative statistics": (lambda model: update_bn([batch()["x"]], model), "reads its value in Python"),
     "hook": (lambda model: model.body[0].register_forward_hook(print), "would never be called"),
 }
 
@@ -124,6 +123,16 @@ def test_what_would_change_nothing_is_refused(case: str) -> None:
     parallel = planner.compile(seeded(Layers), "dp=1,tp=1", example_inputs=batch())
     with pytest.raises(ValueError, match=message):
         act(parallel)
+
+
+def test_statistics_are_averaged_over_batches_as_torch_does() -> None:
+    model = seeded(Layers)
+    parallel = planner.compile(seeded(Layers), "dp=1,tp=1", example_inputs=batch())
+    for module in (model, parallel):
+        update_bn([batch()["x"], 2 * batch()["x"] + 1], module)
+    averaged = {name: one for name, one in model.named_buffers() if "running" in name}
+    weights = parallel.full_state_dict()
+    assert averaged and all(torch.allclose(weights[name], one, rtol=1e-9) for name, one in averaged.items())
 
 
 class Switched(nn.Module):
