@@ -72,6 +72,7 @@ def test_a_layout_that_cannot_be_says_why(text: str, reason: str) -> None:
         ("tp=8 tp=4", "twice"),
         ("zero=5", "'zero' must be one of"),
         ("sp=maybe", "on or off"),
+        ("recompute=offload", "is planned, not priced"),
     ],
 )
 def test_words_that_say_no_layout_are_refused(text: str, message: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.fields import suggest
+from passes.plan.step_plan import ON_HOST
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import CHOICES, Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import (
@@ -96,6 +97,10 @@ def read_layout(text: str) -> UserLayout:
     sequence = fixed.pop(SEQUENCE_PARALLEL, "on")
     if sequence not in _SWITCH:
         raise ValueError(f"--layout: sequence_parallel is on or off, got {sequence!r}")
+    if fixed.get("recompute") == ON_HOST:
+        raise ValueError(
+            f"--layout: recompute={ON_HOST} is planned, not priced beside a plan: --fix recompute={ON_HOST}"
+        )
     read_demands(fixed)
     return UserLayout(text, fixed, _SWITCH[sequence])
 
