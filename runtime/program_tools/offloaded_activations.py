@@ -75,6 +75,7 @@ class AcceleratorLink:
         self._up.wait_event(mark)
         with self._module.stream(self._up):
             data.copy_(host, non_blocking=True)
+            data.record_stream(self._up)  # it may be let go before anybody waited for it
             return data, self._up.record_event()
 
     def wait(self, mark: Any) -> None:
