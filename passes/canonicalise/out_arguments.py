@@ -83,9 +83,9 @@ def _without_out(target: Any, names: set[str]) -> OpOverload:
 
 def _as_written(functional: OpOverload, target: fx.Node, before: Sequence[Any]) -> dict[str, Any]:
     """The dtype and device of a tensor made from nothing: those that out= had. ``before``: arguments beside out=."""
-    made = {"dtype": value(target).dtype, "device": value(target).device}
+    of_target = {"dtype": value(target).dtype, "device": value(target).device}
     names = {entry.name for entry in schema(functional).arguments} - {entry.name for entry in before}
-    return {name: made[name] for name in sorted(names) if name in made}
+    return {name: of_target[name] for name in sorted(names) if name in of_target}
 
 
 def _signature(arguments: Iterable[Any]) -> list[tuple[str, str]]:

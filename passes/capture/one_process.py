@@ -134,14 +134,14 @@ def _namespaces(alone: Collection[Callable[..., Any]]) -> list[dict[str, Any]]:
     torch itself is left out: groups and meshes go on as they are.
     """
     names = {function.__name__ for function in alone}
-    found = []
+    namespaces = []
     for path, module in list(sys.modules.items()):
         if path.startswith("torch.") and path not in _KEPT_IN:
             continue
         namespace = getattr(module, "__dict__", {})
         if any(type(namespace.get(name)) is FunctionType and namespace[name] in alone for name in names):
-            found.append(namespace)
-    return found
+            namespaces.append(namespace)
+    return namespaces
 
 
 @contextlib.contextmanager

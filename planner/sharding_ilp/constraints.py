@@ -272,12 +272,13 @@ def keep_plan(problem: Problem, plan: Plan) -> Constraint:
         planned = _planned_choice(element, plan, nodes)
         if planned is None:
             continue
-        kept = [_choice(option, element) for option in element.options]
-        if planned not in kept and element.kind in ("parameter", "buffer"):
+        choices = [_choice(option, element) for option in element.options]
+        if planned not in choices and element.kind in ("parameter", "buffer"):
             raise ValueError(f"pinned plan: {element.kind} {element.key.removeprefix('state:')!r} cannot be {planned}")
         for axis, wanted in enumerate(planned):
-            kept = [choice for choice in kept if choice[axis] == wanted] or kept
-        constraint.add(name, lambda option, e=element, w=frozenset(kept): _choice(option, e) in w)  # type: ignore[misc]
+            choices = [choice for choice in choices if choice[axis] == wanted] or choices
+        pinned = frozenset(choices)
+        constraint.add(name, lambda option, e=element, p=pinned: _choice(option, e) in p)  # type: ignore[misc]
     return constraint
 
 

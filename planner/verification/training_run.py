@@ -120,31 +120,19 @@ def run_sharded(
         whole: the value of a scalar that all ranks hold.
         first_step: entered around the first ``train_step``.
     """
-    with sequence_of_draws(training.seed):
-        return _run_sharded(parallel, training, alone, like=like, whole=whole, first_step=first_step)
-
-
-def _run_sharded(
-    parallel: Any,
-    training: TrainingCase,
-    alone: Results,
-    *,
-    like: nn.Module,
-    whole: Callable[[torch.Tensor], torch.Tensor],
-    first_step: AbstractContextManager[Any],
-) -> Results:
     optimizer = _optimizer(parallel, training, like, alone.gradients)
     losses, norms, gradients = [], [], dict[str, torch.Tensor]()
-    for step in range(training.steps):
-        with first_step if step == 0 else contextlib.nullcontext():
-            loss = training.call(parallel.train_step)
-        norm = parallel.clip_grad_norm_(_max_norm(alone.norms[step]))
-        if step == 0:
-            gradients = parallel.full_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(whole(loss))
-        norms.append(whole(norm))
+    with sequence_of_draws(training.seed):
+        for step in range(training.steps):
+            with first_step if step == 0 else contextlib.nullcontext():
+                loss = training.call(parallel.train_step)
+            norm = parallel.clip_grad_norm_(_max_norm(alone.norms[step]))
+            if step == 0:
+                gradients = parallel.full_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(whole(loss))
+            norms.append(whole(norm))
     return Results(tuple(losses), tuple(norms), gradients, parallel.full_state_dict())
 
 

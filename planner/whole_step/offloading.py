@@ -39,22 +39,23 @@ def check_host(cluster: Cluster, demands: Demands) -> None:
     """Raise ValueError if something is to be offloaded on a cluster of which no host is known."""
     if not _asks_for_host(demands):
         return
-    asked = repr(demands.offload) if demands.offload not in (NEVER, AUTO) else "nothing, and recompute='offload'"
+    by_name = demands.offload not in (NEVER, AUTO)
+    asked = f"offload={demands.offload!r}" if by_name else f"recompute={ON_HOST!r}"
     if cluster.host is None:
         raise ValueError(
-            f"offload={asked} needs to know the host's memory and links, and cluster {cluster.name!r} has no "
-            "[host] table: add one to its file (memory_bytes, memory_bandwidth, link_bandwidth), or drop offload"
+            f"{asked} needs to know the host's memory and links, and cluster {cluster.name!r} has no "
+            "[host] table: add one to its file (memory_bytes, memory_bandwidth, link_bandwidth), or drop it"
         )
     if cluster.has_unequal_devices:
         raise ValueError(
-            f"offload={asked} is planned on equal devices, and those of cluster {cluster.name!r} are unequal: "
+            f"{asked} is planned on equal devices, and those of cluster {cluster.name!r} are unequal: "
             'drop it, or count all as the slowest (unequal = "slowest" in the cluster file, --unequal slowest)'
         )
 
 
 def _asks_for_host(demands: Demands) -> bool:
-    """Whether there is no plan without a host."""
-    return demands.offload not in (NEVER, AUTO) or demands.fixed.get("recompute") == {ON_HOST}
+    """Whether something is demanded, or allowed by its name, that takes a host."""
+    return demands.offload not in (NEVER, AUTO) or ON_HOST in demands.fixed.get("recompute", ())
 
 
 def plan_as_demanded(cluster: Cluster, demands: Demands, objective: str, plan_with: Callable[[Demands], Plan]) -> Plan:
@@ -145,7 +146,7 @@ def without_activations(demands: Demands) -> Demands | None:
 
 def _what_is_there(demands: Demands) -> str:
     there = {"optimizer state": demands.training.offload, "activations": demands.offloads_activations}
-    return " with ".join(name for name, is_there in there.items() if is_there)
+    return ", ".join(name for name, is_there in there.items() if is_there)
 
 
 def host_too_small(search: Search, outcome: Outcome) -> NoPlan:
@@ -154,7 +155,8 @@ def host_too_small(search: Search, outcome: Outcome) -> NoPlan:
     assert cluster.host is not None
     lacking, there = format_bytes(outcome.host_bytes), format_bytes(cluster.host.memory_bytes)
     return NoPlan(
-        f"no plan fits in the hosts' memory: {_what_is_there(search.demands)} takes {lacking} on the fullest host at "
-        f"least, of whose {there} a plan may take {format_bytes(room_on_host(search))}. What would help, each by "
-        "itself: more nodes; an optimizer with less state (sgd_momentum); less headroom; hosts with more memory"
+        f"no plan fits in the hosts' memory: what is there ({_what_is_there(search.demands)}) takes {lacking} on the "
+        f"fullest host at least, of whose {there} a plan may take {format_bytes(room_on_host(search))}. What would "
+        "help, each by itself: more nodes; an optimizer with less state (sgd_momentum); less headroom; hosts with more "
+        "memory"
     )

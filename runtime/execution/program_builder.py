@@ -356,11 +356,10 @@ class Maker:
         try:
             return cut(self._for_call(graph))
         except PlanMismatch as mismatch:
-            undivided = isinstance(mismatch, UndividedError)
-            short_batch = isinstance(mismatch, UndividedError) and BATCH_AXIS in mismatch.axes  # see ``cut_batch``
-            if self.planner is None or (whole_step and (self._first is None or short_batch)):
-                raise
-            return cut(self._planned_again(graph, split, cuts_samples=whole_step and undivided))
+            undivided = mismatch.axes if isinstance(mismatch, UndividedError) else ()
+            if self.planner is None or (whole_step and (self._first is None or BATCH_AXIS in undivided)):
+                raise  # a batch that ranks cannot share is ``cut_batch``'s
+            return cut(self._planned_again(graph, split, samples_divide=whole_step and bool(undivided)))
 
     def _for_call(self, graph: Graph) -> Plan:
         """The plan with what the call of ``graph`` has beside the step's: weights, and inputs."""
@@ -368,11 +367,11 @@ class Maker:
         plan = with_unused_weights(self.plan, graph, self.state.infos, self.state.trains)
         return plan if self._scratch else with_inputs_of_samples(plan, self._inputs_of_call)
 
-    def _planned_again(self, graph: Graph, split: BatchSplit, *, cuts_samples: bool) -> Plan:
+    def _planned_again(self, graph: Graph, split: BatchSplit, *, samples_divide: bool) -> Plan:
         """A plan for a graph with nodes or shapes that the current plan does not know; its decisions stay."""
         assert self.plan is not None and self.planner is not None
-        known = in_pieces(self._for_call(graph), split)
-        plan = self.planner(graph, as_seen_by(graph, known, cuts_samples=cuts_samples))
+        whole_batch = in_pieces(self._for_call(graph), split)
+        plan = self.planner(graph, as_seen_by(graph, whole_batch, samples_divide=samples_divide))
         if self.plan.step.decides_units:
             return dataclasses.replace(plan, mesh=self.plan.mesh, step=self.plan.step)
         self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))

@@ -16,12 +16,12 @@ from passes.shard.context import has_whole_gradient, input_key
 Planner = Callable[[Graph, Plan | None], Plan]
 
 
-def as_seen_by(graph: Graph, plan: Plan, *, cuts_samples: bool = False) -> Plan:
+def as_seen_by(graph: Graph, plan: Plan, *, samples_divide: bool = False) -> Plan:
     """What to keep of ``plan`` for another graph of the model: a tensor that is whole is R without a gradient, else I.
 
     Where a gradient comes in that the plan did not know of, or an input cannot be cut into equal parts, its operators
-    are chosen anew: only the shards stay. With ``cuts_samples`` that is another input's dim than the samples': what
-    cuts those stays, too.
+    are chosen anew: only the shards stay. ``samples_divide``: only other dims than the samples' cannot be cut, so that
+    all stays that is still possible.
     """
     with_grad = {state.path for state in graph.states if state.value.requires_grad}
     used = {state.path for state in graph.states}
@@ -32,7 +32,7 @@ def as_seen_by(graph: Graph, plan: Plan, *, cuts_samples: bool = False) -> Plan:
         for path, planned in plan.states.items()
     }
     newly_trained = any(path in plan.states and not plan.states[path].trainable for path in with_grad)
-    divided = cuts_samples or _divides_inputs(plan, graph)
+    divided = samples_divide or _divides_inputs(plan, graph)
     if newly_trained or not _gives_input_gradients(plan, graph) or not divided:
         return dataclasses.replace(plan, states=states, inputs={}, nodes={}, blocks=())
     return dataclasses.replace(plan, states=states)

@@ -91,8 +91,8 @@ class GeneratingModel:
         def forward(_: Any, *args: Any, **inputs: Any) -> Any:
             return self._forward({**dict(zip(names, args)), **inputs})
 
-        taken = [one for name, one in signature.parameters.items() if name not in _ENCODED_AHEAD]
-        forward.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
+        parameters = [one for name, one in signature.parameters.items() if name not in _ENCODED_AHEAD]
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         self.model.forward = types.MethodType(forward, self.model)
 
     def _new_cache(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,104 @@
+"""Tensors cut into pieces, put together, written part by part and looked up by row: what a graph keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.capture_parity import assert_parity
+from tests.test_capture_passes import check, ops
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda y: torch.cat(y.split(2)), []),
+        (lambda y: torch.stack(y.unbind(1), 1), []),
+        (lambda y: torch.cat(y.unbind()), ["aten.reshape.default"]),
+        (lambda y: torch.cat(y.split(2)[::-1]), ["aten.split_with_sizes.default", "aten.cat.default"]),
+        (lambda y: torch.cat(y.split(1)[:3]), ["aten.split_with_sizes.default", "aten.cat.default"]),
+        (lambda y: torch.cat(y.split(2), 1), ["aten.split_with_sizes.default", "aten.cat.default"]),
+        (lambda y: torch.cat(y.unbind(1)), ["aten.unbind.int", "aten.cat.default"]),
+    ],
+)
+def test_all_pieces_put_together_are_the_tensor(
+    function: Callable[[torch.Tensor], torch.Tensor], expected: list[str]
+) -> None:
+    assert check(function, 4, 6) == expected
+
+
+PLACES = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1], [0, 0, 1, 1, 0]], dtype=torch.bool)
+
+
+def _scattered(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return y.masked_scatter(places.unsqueeze(-1), y[:, :2].flatten(0, 1) * 2)
+
+
+def _scattered_in_place(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return y.clone().masked_scatter_(places.unsqueeze(-1).expand_as(y), y[:, :2].exp())
+
+
+def _set(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    result = y.clone()
+    result[places] = y[:, :2].reshape(6, 4).exp()
+    return result
+
+
+@pytest.mark.parametrize("function", [_scattered, _scattered_in_place, _set])
+@pytest.mark.parametrize("other_numbers", [False, True])
+def test_as_many_rows_placed_in_each_sample_keep_samples_apart(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], other_numbers: bool
+) -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 5, 4, dtype=torch.float64))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return function(self.weight * 2, ids == 7).square().sum()
+
+    places = PLACES.clone()
+    if other_numbers:
+        places[0, 0], places[1, 0] = True, False
+    graph = assert_parity(Places(), args=(torch.where(places, 7, 1),))
+    scatters = {"aten.masked_scatter.default", "aten.index_put.default"}
+    assert bool(scatters & set(ops(graph))) == other_numbers
+
+
+def test_a_tensor_written_part_by_part_is_its_parts_side_by_side() -> None:
+    def write(y: torch.Tensor, split: int) -> torch.Tensor:
+        result = y.new_zeros(y.shape)
+        result[:, split:] = y[:, :-split].exp()
+        result[:, :2] = y[:, -2:]
+        return result
+
+    assert {"aten.cat.default", "aten.slice_scatter.default"} & set(check(lambda y: write(y, 2), 3, 6)) == {
+        "aten.cat.default"
+    }
+    assert "aten.slice_scatter.default" in check(lambda y: write(y, 1), 3, 6)  # entry 1 is written twice
+    assert "aten.slice_scatter.default" in check(lambda y: write(y, 3), 3, 6)  # entry 2 is never written
+
+
+@pytest.mark.parametrize(
+    ("function", "looked_up"),
+    [
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(3)], False),
+        (lambda y: y[torch.arange(2)[:, None, None, None], torch.arange(3)], False),
+        (lambda y: y[torch.arange(2), torch.arange(3)[:, None]], False),
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(1, 3)[None]], False),
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(2, 3)], False),
+        (lambda y: y[torch.arange(2)[None], torch.arange(3)[:, None], torch.arange(8)[:, None, None]], False),
+        (lambda y: y[torch.arange(2)], False),
+        (lambda y: y[torch.arange(2)[:, None].expand(2, 5), torch.arange(1)], False),
+        (lambda y: y[torch.arange(2), torch.arange(2)], True),
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(0, 3, 2)], True),
+        (lambda y: y[:, torch.arange(3)[:, None], torch.arange(8)[None] // 2], True),
+    ],
+)
+def test_a_look_up_of_rows_one_after_the_other_is_a_view(
+    function: Callable[[torch.Tensor], torch.Tensor], looked_up: bool
+) -> None:
+    assert ("aten.index.Tensor" in check(function, 2, 3, 8)) is looked_up
