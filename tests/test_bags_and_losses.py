@@ -139,6 +139,16 @@ def test_recurrent_layers_cut_their_batch(layer: nn.Module, width: int) -> None:
     assert recurrent.strategy == ("cut b",)
 
 
+def test_recurrent_layers_run_again_with_their_gradients() -> None:
+    """Under ``selective`` a GRU's gradients were wrong: it writes over the products that were kept."""
+    torch.manual_seed(0)
+    fix = {"recompute": "selective"}
+    batch = (torch.randn(4, 3, 6),)
+    for layer in (nn.GRU(6, 8, batch_first=True), nn.LSTM(6, 8, batch_first=True)):
+        report = planner.verify(Tagger(layer, 8), "dp=2", batch=batch, fix=fix, steps=1)
+        assert report.ok, report.table()
+
+
 def test_recurrent_layers_count_their_products() -> None:
     from passes.rules import forward_flops
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from planner.whole_step.result.unit_collectives import SavedLocals, gathers_in_backward
 from runtime.program_tools.recompute import POLICIES, recomputed
@@ -79,6 +80,40 @@ def test_weights_are_gathered_again_with_one_that_is_read(policy: str, names: st
     """What runs again reads all; else autograd keeps ``a`` alone, so that a group without it stays as it is."""
     saved = SavedLocals(brought=(), weights=frozenset("a"), last=3)
     assert gathers_in_backward(saved, policy, names) == again
+
+
+@pytest.mark.parametrize("form", ["input", "cell"])
+@pytest.mark.parametrize(("kind", "gates"), [("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)])
+def test_recurrent_layers_write_over_their_products_and_run_again_whole(kind: str, gates: int, form: str):
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    weights = [normal(gates * 5, 4), normal(gates * 5, 5), normal(gates * 5), normal(gates * 5)]
+    state, x = normal(3, 5), normal(3, 2, 4)
+
+    def loss(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        if form == "cell":
+            states = [state, state] if kind == "lstm" else state
+            results = getattr(torch.ops.aten, f"{kind}_cell").default(x[:, 0], states, *weights)
+            return (results[0] if kind == "lstm" else results).square().sum()
+        states = [state[None]] * 2 if kind == "lstm" else state[None]
+        return (
+            getattr(torch.ops.aten, kind).input(x, states, weights, True, 1, 0.0, True, False, True)[0].square().sum()
+        )
+
+    operands = [x, *weights]
+    expected = torch.autograd.grad(loss(*operands), operands)
+    torch.testing.assert_close(torch.autograd.grad(recomputed(loss, "selective")(*operands), operands), expected)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not tell a policy what an operator gave")
+def test_what_writes_over_a_kept_result_is_refused():
+    def written_over(x: torch.Tensor) -> torch.Tensor:
+        first, second = torch.mm(x, x).unsafe_chunk(2, 1)
+        return first.add_(second).square().sum()
+
+    with pytest.raises(RuntimeError, match="writes over a result that selective recomputation keeps"):
+        recomputed(written_over, "selective")(torch.randn(4, 4, requires_grad=True))
 
 
 def test_an_unknown_policy_is_refused():

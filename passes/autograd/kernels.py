@@ -24,6 +24,11 @@ EXPENSIVE = frozenset({
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 })  # fmt: skip
 
+#: Operators that write over the products that they make inside (gates, in place): of these nothing inside is kept.
+WRITE_OVER_PRODUCTS = frozenset(
+    f"{kind}{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("", "_cell")
+)
+
 
 def attention_kernel(kernels: str) -> Callable[..., torch.Tensor]:
     """``scaled_dot_product_attention`` as it runs on ``kernels``."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from passes.autograd.kernels import EXPENSIVE, REPLACEMENTS, attention_kernel
+from passes.autograd.kernels import EXPENSIVE, REPLACEMENTS, WRITE_OVER_PRODUCTS, attention_kernel
 from passes.autograd.record import CallRecord, ComputedTensor, RecordedOperand
 from passes.capture.interpret import run_node
 from passes.ir.graph import Node, map_refs
@@ -32,7 +32,7 @@ def observed(call: Node, operands: Sequence[RecordedOperand], *, grad: bool, ker
     def pack(tensor: torch.Tensor) -> None:
         packed.append(tensor)
 
-    watch = _Kernels()
+    watch = _Kernels(keeps=call.op.split(".")[1] not in WRITE_OVER_PRODUCTS)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never) if grad else nullcontext()
     try:
         with torch.set_grad_enabled(grad), hooks, watch:
@@ -65,10 +65,11 @@ def _function(node: Node, inputs: _Tensors, kernels: str) -> Callable[[], _Tenso
 
 
 class _Kernels(TorchDispatchMode):
-    """Remembers the outputs of every kernel, and of the expensive ones."""
+    """Remembers the outputs of every kernel, and of the expensive ones if recomputation can keep (``keeps``) those."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool) -> None:
         super().__init__()
+        self.keeps = keeps
         self.outputs: list[torch.Tensor] = []
         self.expensive: list[torch.Tensor] = []
 
@@ -76,7 +77,7 @@ class _Kernels(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         outputs = list(_tensors_in(result))
         self.outputs += outputs
-        if func.overloadpacket.__name__ in EXPENSIVE:
+        if self.keeps and func.overloadpacket.__name__ in EXPENSIVE:
             self.expensive += outputs
         return result
 

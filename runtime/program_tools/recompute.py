@@ -34,11 +34,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from passes.autograd.kernels import EXPENSIVE
+from passes.autograd.kernels import EXPENSIVE, WRITE_OVER_PRODUCTS
+from passes.torch_compat.operators import schema
 from runtime.ops import get_random_state, running_again, set_random_state
 from runtime.program_tools.offloaded_activations import offloading
 from runtime.torch_compat.autograd_engine import saved_tensors_hooks_of_thread
-from runtime.torch_compat.dispatcher import without_innermost_mode
+from runtime.torch_compat.dispatcher import unseen_by_checkpoints, without_innermost_mode
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 
 POLICIES = ("none", "selective", "regather", "full", "offload")
@@ -240,7 +241,7 @@ def _full_contexts() -> tuple[Any, Any]:
 
 
 def _selective_contexts() -> tuple[Any, Any]:
-    keep, replay = create_selective_checkpoint_contexts(_chosen)
+    keep, replay = create_selective_checkpoint_contexts(_Chosen())
     sent: list[_Sent] = []
     return _sending(sent, keep), _Again(lambda: _Replaying(sent), lambda: replay)
 
@@ -256,15 +257,45 @@ _KEPT = {
 }
 
 
-def _chosen(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy table of ``selective``."""
-    keeps = _is_kept(operator) and not (_thread.always_again and operator.namespace not in ("aten", "meshwright"))
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+class _Chosen:
+    """The policy table of ``selective``; refuses operators that write over what is kept."""
+
+    def __init__(self) -> None:
+        self.kept: set[StorageWeakRef] = set()
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if _is_kept(operator) and not (_thread.always_again and operator.namespace not in ("aten", "meshwright")):
+            # torch 2.11 does not say what the operator gave: nothing is refused there
+            self.kept |= {_storage(result) for result in _tensors_in(getattr(context, "op_output", ()))}
+            return CheckpointPolicy.MUST_SAVE
+        # torch sees this by the tensors' versions, which ``unsafe_chunk`` does not hand on.
+        if _writes(operator) and not context.is_recompute and _storage(args[0]) in self.kept:
+            raise RuntimeError(
+                f"{operator} writes over a result that selective recomputation keeps, so its gradients would be wrong: "
+                "plan without it (forbid={'recompute': 'selective'})"
+            )
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
+    entries = result if isinstance(result, (list, tuple)) else (result,)
+    return (entry for entry in entries if isinstance(entry, torch.Tensor))
 
 
 @cache
 def _is_kept(operator: Any) -> bool:
     return operator.overloadpacket.__name__ in _KEPT.get(operator.namespace, ())
+
+
+@cache
+def _writes(operator: Any) -> bool:
+    return bool(schema(operator).is_mutable)
+
+
+def _writes_over_products(function: Any) -> bool:
+    packet = getattr(function, "overloadpacket", function)
+    name = getattr(packet, "__name__", "")
+    return name in WRITE_OVER_PRODUCTS and packet is getattr(torch.ops.aten, name)
 
 
 class _Sent:
@@ -280,6 +311,13 @@ class _Sent:
             sent.result, sent = None, sent.before
 
 
+def _run(function: Any, args: Any, kwargs: Any) -> Any:
+    if not _writes_over_products(function):
+        return function(*args, **kwargs)
+    with unseen_by_checkpoints():
+        return function(*args, **kwargs)
+
+
 class _Sending(TorchFunctionMode):
     """Runs a region and keeps the results of its collectives, unless autograd would keep them."""
 
@@ -290,7 +328,7 @@ class _Sending(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _COLLECTIVES or _thread.always_again:
-            return func(*args, **(kwargs or {}))
+            return _run(func, args, kwargs or {})
         with without_innermost_mode():  # its operators are not torch's to keep
             result = func(*args, **(kwargs or {}))
         sent = _Sent(result, self.sent_of.get(_storage(args[0])))
@@ -333,7 +371,7 @@ class _Replaying(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _COLLECTIVES or _thread.always_again:
-            return func(*args, **(kwargs or {}))
+            return _run(func, args, kwargs or {})
         sent = next(self.sent)
         if sent.result is None:
             with without_innermost_mode():
