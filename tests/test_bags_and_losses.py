@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -147,6 +148,26 @@ def test_recurrent_layers_run_again_with_their_gradients() -> None:
     for layer in (nn.GRU(6, 8, batch_first=True), nn.LSTM(6, 8, batch_first=True)):
         report = planner.verify(Tagger(layer, 8), "dp=2", batch=batch, fix=fix, steps=1)
         assert report.ok, report.table()
+
+
+def test_recurrent_layers_get_their_first_states_in_one_piece() -> None:
+    """As cuDNN wants them: the zeros of two layers are those of one, expanded."""
+    model = Tagger(nn.LSTM(6, 8, num_layers=2, batch_first=True), 8)
+    source = planner.compile(model, "dp=1", example_inputs=(torch.randn(4, 3, 6),)).source
+    assert ".expand(2, 4, 8)" in source and "[zeros.contiguous(), zeros.contiguous()]" in source
+
+
+def test_recurrent_layers_are_not_compiled() -> None:
+    """Torch's compiler generates no code for them on a processor."""
+    model, x = Tagger(nn.GRU(6, 8, batch_first=True), 8), torch.randn(4, 3, 6)
+    parallel = planner.compile(model, "dgx-h100:1x1", example_inputs=(x,), loss_fn=lambda y, _: y, compiled=True)
+    with mock.patch("torch.compile", side_effect=lambda forward, **_: forward) as compiled:
+        parallel.train_step(x)
+    names = [call.args[0].__code__.co_names for call in compiled.call_args_list]
+    assert names and all("gru" not in each for each in names)
+    torch.testing.assert_close(
+        parallel.full_gradients()["head.bias"], torch.autograd.grad(model(x), model.head.bias)[0]
+    )
 
 
 def test_recurrent_layers_count_their_products() -> None:

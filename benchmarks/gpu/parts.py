@@ -133,12 +133,16 @@ def plan(setting: Setting) -> list[Part]:
         Item("tokens", f"{here}.generation:tokens", 60, {"mesh": "dp=1"}),
         Item("seconds", f"{here}.generation:seconds", 60),
     )
+    training = tuple(
+        Item(name, f"{here}.training:{function}", 60, arguments) for name, function, arguments in _training_cases()
+    )
     kinds = ("operator", "chain", "collective", "unit")
     host = tuple(Item(kind, f"{here}.operators:host_time", 60, {"kind": kind}) for kind in kinds)
     return [
         # The first part waits for the imports of a machine that has read no file yet.
         Part("machine", "Machine", 90, (Item("machine", f"{here}.operators:machine", 90),)),
         Part("numerics", "Operators against float64", 150, numerics),
+        Part("training", "Training as scripts do, against torch", 240, training),
         Part("bandwidth", "Operators against copy bandwidth and torch.compile", 240, bandwidth),
         *models,
         Part("parity", "Schedules and ZeRO on NCCL against one GPU", 200, parity, ranks=2, needs=2),
@@ -158,10 +162,37 @@ def _parity_cases() -> dict[str, dict[str, Any]]:
     return cases | {"tp=2": {"tp": 2}, "cp=2": {"cp": 2}}
 
 
+def _training_cases() -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, function and arguments of each item."""
+    models = (
+        "tagger", "convolutions", "recurrent layers", "many operators", "a forward that names the GPU",
+    )  # fmt: skip
+    policies = (
+        "nothing kept back", "selective", "full, 2 micro-batches", "chunked loss",
+        "activations on the host, 2 micro-batches",
+    )  # fmt: skip
+    return [
+        *((name, "user_model", {"name": name}) for name in models),
+        *((name, "family", {"name": name}) for name in TINY_MODELS),
+        *((f"{name}, bfloat16", "family", {"name": name, "dtype": "bfloat16"}) for name in ("Llama", "GPT-2", "T5")),
+        *((f"Llama, {plan}", "planned", {"name": "Llama", "plan": plan}) for plan in policies),
+        *((f"GPT-2, {plan}", "planned", {"name": "GPT-2", "plan": plan}) for plan in policies[1:3]),
+        ("optimizer on the host", "offloaded_optimizer", {}),
+        *(
+            (f"{name}, compiled", "planned", {"name": name, "plan": "nothing kept back", "compiled": True})
+            for name in ("Llama", "GPT-2")
+        ),
+        *((f"autocast to {dtype}", "autocast", {"dtype": dtype}) for dtype in ("bfloat16", "float16")),
+        ("random numbers", "draws", {}),
+        *((f"verify, {mesh}", "verified", {"mesh": mesh}) for mesh in ("dp=2,tp=2", "pp=2,dp=2")),
+    ]
+
+
 def rehearsal(parts: list[Part]) -> list[Part]:
     """Some items of every part, as a processor can run them in seconds."""
     chosen = {
-        "numerics": ("rms_norm", "experts", "adamw"), "bandwidth": ("swiglu",), "parity": ("ep=2",),
+        "numerics": ("rms_norm", "experts", "adamw"), "training": ("tagger", "random numbers"),
+        "bandwidth": ("swiglu",), "parity": ("ep=2",),
         "step Llama": CONTESTANTS[:3], "host": ("chain",), "generation": ("tokens",),
     }  # fmt: skip
     outcomes = []

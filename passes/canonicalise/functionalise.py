@@ -194,6 +194,8 @@ def _like(overload: OpOverload | None, target: OpOverload) -> OpOverload | None:
 def _copied(node: fx.Node, target: fx.Node) -> fx.Node:
     source = node.args[1]
     assert isinstance(source, fx.Node)
+    if value(source).device != value(target).device:  # a number of the model's code, written to a tensor of a GPU
+        source = insert(node, aten.to.device, (source, value(target).device, value(source).dtype))
     if value(source).dtype != value(target).dtype:
         source = insert(node, aten.to.dtype, (source, value(target).dtype))
     if shape(source) != shape(target):

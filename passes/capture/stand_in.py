@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from passes.torch_compat.symbolic_sizes import mode_with_symbols
 from passes.torch_compat.tensor_fields import FakeTensorMode
@@ -35,9 +38,29 @@ class StandIns:
         return fake.requires_grad_(tensor.requires_grad)
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's tensors are; CPU for a model on the meta device or without tensors."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta":
-            return tensor.device
+def trace_device() -> torch.device:
+    """Where stand-ins are: on the CPU, wherever the model is; on the GPU under its autocast, which decides dtypes."""
+    if torch.cuda.is_available() and torch.is_autocast_enabled("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+class OneDevice(TorchFunctionMode):
+    """Puts all that a model makes or moves onto ``device``: its forward may name the GPU that it is written for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0].to(self.device)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._here(kwargs["device"])}
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], (str, int, torch.device)):
+            args = (args[0], self._here(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+    def _here(self, device: Any) -> Any:
+        return device if torch.device(device).type == "meta" else self.device

@@ -147,6 +147,15 @@ def convolution(writer: Writer) -> str:
     return f"{product} + {bias}.reshape({', '.join(['-1', *['1'] * spatial])})"
 
 
+def recurrent(writer: Writer) -> str:
+    """A recurrent layer, whose first states cuDNN takes in one piece: a part or an expanded constant is not."""
+    states = writer.arguments["hx"]
+    of_several = isinstance(states, (list, tuple))
+    pieces = [Name(f"{state}.contiguous()") for state in (states if of_several else [states])]
+    writer.arguments["hx"] = pieces if of_several else pieces[0]
+    return writer.plain()
+
+
 def attention(writer: Writer) -> str:
     """``F.scaled_dot_product_attention``; from ``runtime.ops`` where that does more.
 
@@ -354,6 +363,7 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
         ),
         convolution,
     ),
+    **dict.fromkeys(("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"), recurrent),
     "aten.scaled_dot_product_attention.default": attention,
     "aten.dropout.default": dropout,
     **{f"aten.{name}.default": random_like(name) for name in ("rand_like", "randn_like", "bernoulli")},

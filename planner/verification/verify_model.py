@@ -21,6 +21,7 @@ from passes.ir.types import I, MeshShape
 from passes.pipeline_cut import DATA_AXES
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
+from passes.torch_compat.operators import tree_map
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
@@ -371,8 +372,12 @@ def _random_batch(module: nn.Module, *, batch_size: int, seq_len: int, seed: int
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """A batch whose floating-point tensors, in nested entries too (a detector's labels), have this dtype."""
-    return cast_floats(dict(batch) if isinstance(batch, Mapping) else tuple(batch), dtype)
+    """A batch on the CPU whose floating-point tensors, in nested entries too (a detector's labels), have this dtype."""
+
+    def on_cpu(leaf: Any) -> Any:
+        return leaf.cpu() if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+
+    return cast_floats(tree_map(on_cpu, dict(batch) if isinstance(batch, Mapping) else tuple(batch)), dtype)
 
 
 def _given_plan(mesh: Any) -> Plan | None:

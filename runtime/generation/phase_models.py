@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from passes.capture.export import export
 from passes.capture.model_copy import copy_of
-from passes.capture.stand_in import StandIns, device_of
+from passes.capture.stand_in import OneDevice, StandIns, trace_device
 from passes.torch_compat.tracing import quiet_export
 from runtime.calls.skeleton import skeleton
 from runtime.generation.cache_layout import CacheTensor
@@ -37,7 +37,7 @@ def cache_tensors(
     Raises:
         ValueError: if it caches something else than one pair of keys and values a layer.
     """
-    stand_ins = StandIns(device_of(lean))
+    stand_ins = StandIns(trace_device())
     model: Any = copy_of(lean, stand_ins.get).eval()
     path: list[str] = []
     for name, module in model.named_modules():
@@ -55,7 +55,7 @@ def cache_tensors(
 
     call = _NotedCall(model, without_values(tensors, stand_ins), constants, note)
     try:
-        with stand_ins.mode, torch.no_grad(), quiet_export():
+        with stand_ins.mode, OneDevice(stand_ins.device), torch.no_grad(), quiet_export():
             call(*call.inputs.values())
     except (RuntimeError, NotImplementedError):  # of an operator that is for tracing alone
         noted.clear()
@@ -88,9 +88,9 @@ class _NotedCall(nn.Module):
 
 def encoded_without_values(lean: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """What the encoder of a model gives, its tensors without values."""
-    stand_ins = StandIns(device_of(lean))
+    stand_ins = StandIns(trace_device())
     model: Any = copy_of(lean, stand_ins.get).eval()
-    with stand_ins.mode, torch.no_grad(), quiet_export(), _says_what_to_do(lean):
+    with stand_ins.mode, OneDevice(stand_ins.device), torch.no_grad(), quiet_export(), _says_what_to_do(lean):
         return model.get_encoder()(**without_values(inputs, stand_ins))
 
 

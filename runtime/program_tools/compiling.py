@@ -6,12 +6,14 @@ policies as ``runtime.program_tools.recompute``, and the partitioner of ``torch.
 tensors and those exchanged are sent again under ``selective`` and ``regather``, reductions only under ``full``.
 
 A block that calls ``runtime.ops`` (random draws, sharded cross-entropy: they look up groups) is compiled around those
-calls, under ``none`` and ``full``; else it runs uncompiled. Nothing is compiled while a ``TorchDispatchMode`` is active
+calls, under ``none`` and ``full``; else it runs uncompiled. So do recurrent layers, which torch's compiler leaves alone
+too. Nothing is compiled while a ``TorchDispatchMode`` is active
 (``verify``'s ``LocalTensorMode``, a ``CommunicationCounter``).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
@@ -24,13 +26,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from passes.autograd.kernels import EXPENSIVE
+from passes.autograd.kernels import EXPENSIVE, WRITE_OVER_PRODUCTS
 from passes.ir.types import I, P, R
 from passes.plan.step_plan import ON_HOST
 from runtime import ops
 from runtime.program_tools.compiled_collectives import Collectives, joint_axis
 from runtime.program_tools.recompute import POLICIES, recomputed
 from runtime.programs.program import Block
+from runtime.torch_compat.dispatcher import in_hidden_device_contexts, outside_device_contexts
 
 #: Operators of ``runtime.ops`` that keep no count and know no group: plain torch, part of a graph.
 _TRACED = frozenset({"grouped_query_attention"})
@@ -57,6 +60,8 @@ def as_compiled(
         raise ValueError(f"unknown recompute policy {recompute!r}: expected one of {', '.join(POLICIES)}")
     if recompute == ON_HOST:
         return recomputed(as_compiled(block, device_mesh, backend=backend), recompute)
+    if set(block.forward.__code__.co_names) & WRITE_OVER_PRODUCTS:
+        return recomputed(block, recompute)
     if can_be_one_graph(block):
         return types.MethodType(_compiled_forward(type(block), device_mesh, recompute, backend), block)
     if recompute in ("none", "full"):
@@ -70,10 +75,22 @@ def _compiled_forward(block: type[Block], device_mesh: DeviceMesh, recompute: st
     key = (device_mesh, recompute, backend)
     if key not in by_setting:
         forward = _traceable(block.forward, device_mesh)
-        by_setting[key] = torch.compile(
-            _REMAKING[recompute](forward), fullgraph=_calls_no_operators(block), dynamic=False, backend=backend
+        by_setting[key] = _outside_device_contexts(
+            torch.compile(
+                _REMAKING[recompute](forward), fullgraph=_calls_no_operators(block), dynamic=False, backend=backend
+            )
         )
     return by_setting[key]
+
+
+def _outside_device_contexts(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Blocks make no tensors but by ``runtime.ops``: what depends on shapes alone is a constant of the program."""
+
+    def run(*arguments: Any) -> Any:
+        with outside_device_contexts():
+            return compiled(*arguments)
+
+    return run
 
 
 _GATHERS = frozenset({"all_gather_into_tensor", "all_to_all_single"})
@@ -141,5 +158,14 @@ class _UntracedOps:
     def __init__(self) -> None:
         for name in ops.__all__:
             function = getattr(ops, name)
-            setattr(self, name, function if name in _TRACED else torch.compiler.disable(function))
+            setattr(self, name, function if name in _TRACED else torch.compiler.disable(_placed(function)))
         self.joint = torch.compiler.disable(joint_axis)
+
+
+def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with in_hidden_device_contexts():
+            return function(*arguments, **options)
+
+    return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,10 +31,12 @@ __all__ = [
     "does_profiler_run",
     "function_mode_at",
     "has_saved_tensor_hooks",
+    "in_hidden_device_contexts",
     "native_nll_loss",
     "native_silu",
     "num_dispatch_modes",
     "num_function_modes",
+    "outside_device_contexts",
     "plain_key_sets",
     "unseen_by_checkpoints",
     "without_dispatch_modes",
@@ -109,3 +112,45 @@ def as_one_operator() -> Iterator[None]:
     finally:
         for mode in reversed(hidden):
             overrides._push_mode(mode)
+
+
+class _HiddenContexts(threading.local):
+    """The device contexts that this thread runs compiled functions outside of."""
+
+    def __init__(self) -> None:
+        self.contexts: list[DeviceContext] = []
+
+
+_hidden = _HiddenContexts()
+
+
+@contextlib.contextmanager
+def outside_device_contexts() -> Iterator[None]:
+    """Outside the innermost ``with torch.device``, through which dynamo traces no ``Tensor.unflatten``, ``split``, ….
+
+    What makes tensors without saying where belongs into ``in_hidden_device_contexts``.
+    """
+    before, hidden = _hidden.contexts, list[DeviceContext]()
+    while num_function_modes() and type(function_mode_at(num_function_modes() - 1)) is DeviceContext:
+        hidden.append(overrides._pop_mode())
+    _hidden.contexts = hidden or before
+    try:
+        yield
+    finally:
+        _hidden.contexts = before
+        for mode in reversed(hidden):
+            overrides._push_mode(mode)
+
+
+@contextlib.contextmanager
+def in_hidden_device_contexts() -> Iterator[None]:
+    """Tensors are made where they would be without ``outside_device_contexts``."""
+    contexts, _hidden.contexts = _hidden.contexts, []
+    for mode in reversed(contexts):
+        overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in contexts:
+            overrides._pop_mode()
+        _hidden.contexts = contexts

@@ -1,0 +1,99 @@
+"""Where tensors are made: models that name a GPU, tracing under a GPU's autocast, programs inside ``torch.device``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+import runtime.execution.binding
+from passes.capture import capture
+from runtime.program_tools.compiling import as_compiled
+from runtime.torch_compat.dispatcher import in_hidden_device_contexts, outside_device_contexts
+
+
+class WrittenForOneGpu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(8, device="cuda").float() + torch.zeros(8).cuda()
+        scales = torch.ones(8).to("cuda:0") + torch.tensor([1.0] * 8, device=torch.device("cuda", 0))
+        eye = torch.eye(8).to(device="cuda", dtype=x.dtype)
+        return (self.layer(x) * scales + places + x.cpu() @ eye).square().mean()
+
+
+def test_a_model_that_names_a_gpu_is_planned_and_trained_without_one() -> None:
+    model, x = WrittenForOneGpu(), torch.randn(4, 8)
+    loss = planner.compile(model, "dp=1", example_inputs={"x": x}).train_step(x=x)
+    expected = (model.layer(x) * 2 + torch.arange(8).float() + x).square().mean()
+    torch.testing.assert_close(loss, expected)
+
+
+class WritesNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:] = x[:, :-1].clone()
+        shifted[:, 0] = 5.0
+        return self.layer(shifted).square().mean()
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch was built without CUDA")
+def test_under_the_autocast_of_a_gpu_dtypes_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan and program are traced there; a number that the model writes is on the processor."""
+    monkeypatch.setattr(sys.modules["passes.capture.capture"], "trace_device", lambda: torch.device("cuda", 0))
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        graph = capture(WritesNumbers(), args=(torch.randn(4, 8),))
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+    dtypes = {node.op: node.outputs[0].dtype for node in graph.nodes}
+    assert dtypes["aten.linear.default"] == "bfloat16" and dtypes["aten.select_scatter.default"] == "float32"
+
+
+class SplitHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x).unflatten(-1, (2, 4)).transpose(1, 2).sin().flatten(1)
+        return {"loss": x.square().sum()}
+
+
+def test_compiled_blocks_run_inside_a_device_context() -> None:
+    """Dynamo does not trace ``Tensor.unflatten`` through one; on a GPU all programs run in one."""
+    model, x = SplitHeads().double(), torch.randn(4, 8, dtype=torch.float64)
+    traced = functools.partial(as_compiled, backend="aot_eager")
+    with mock.patch.object(runtime.execution.binding, "as_compiled", traced), torch.device("cpu"):
+        parallel = planner.compile(model, "dgx-h100:1x1", example_inputs={"x": x}, compiled=True)
+        loss = parallel.train_step(x=x)
+    torch.testing.assert_close(loss, model(x)["loss"].detach())
+    (gradient,) = torch.autograd.grad(model(x)["loss"], model.layers[0].weight)
+    torch.testing.assert_close(parallel.full_gradients()["layers.0.weight"], gradient)
+
+
+def test_device_contexts_are_left_and_entered_again() -> None:
+    def device() -> str:
+        return torch.empty(()).device.type
+
+    with torch.device("meta"):
+        with outside_device_contexts():
+            with in_hidden_device_contexts():
+                inside = device()
+            between = device()
+        assert (between, inside, device()) == ("cpu", "meta", "meta")
