@@ -81,6 +81,31 @@ class ModelSize:
 
 
 _LAST = "num_hidden_layers"
+#: Plans that fill a GPU: config, changes, dtype, length, what blocks keep (``benchmarks.gpu.memory.FullPlan``).
+FULL_PLANS: dict[str, tuple[Any, ...]] = {
+    "Llama 8B, nothing": ("llama-3-8b", {_LAST: 4}, "bfloat16", 4096, "none"),
+    "Llama 8B, selective": ("llama-3-8b", {_LAST: 6}, "bfloat16", 4096, "selective"),
+    "Llama 8B, full": ("llama-3-8b", {_LAST: 8}, "bfloat16", 8192, "full"),
+    "Llama 8B, 4 micro-batches": ("llama-3-8b", {_LAST: 4}, "bfloat16", 4096, "selective", 4),
+    "Llama 8B, chunked loss": ("llama-3-8b", {_LAST: 6}, "bfloat16", 2048, "chunked_loss"),
+    "Llama 8B, on the host": ("llama-3-8b", {_LAST: 8}, "bfloat16", 4096, "offload"),
+    "Llama 8B, float32": ("llama-3-8b", {_LAST: 4}, "float32", 1024, "none"),
+    "Llama 70B, nothing": ("llama-3-70b", {_LAST: 2}, "bfloat16", 2048, "none"),
+    "Llama 70B, full": ("llama-3-70b", {_LAST: 2}, "bfloat16", 2048, "full"),
+    "GPT-2, nothing": ("gpt2", {}, "bfloat16", 1024, "none"),
+    "GPT-2, selective": ("gpt2", {}, "bfloat16", 1024, "selective"),
+    "GPT-2 XL, full": ("gpt2-xl", {}, "bfloat16", 1024, "full"),
+    "GPT-2 medium, float32": ("gpt2-medium", {}, "float32", 512, "none"),
+    "BERT large, nothing": ("bert-large", {}, "bfloat16", 512, "none"),
+    "BERT large, full": ("bert-large", {}, "bfloat16", 512, "full"),
+    "T5, nothing": ("t5-base", {}, "bfloat16", 512, "none"),
+    "T5, selective": ("t5-base", {}, "bfloat16", 512, "selective"),
+    "ViT large, nothing": ("vit-large", {}, "bfloat16", None, "none"),
+    "ViT large, full": ("vit-large", {}, "bfloat16", None, "full"),
+    "Mixtral, nothing": ("mixtral-8x7b", {_LAST: 2}, "bfloat16", 2048, "none"),
+    "Mixtral, full": ("mixtral-8x7b", {_LAST: 2}, "bfloat16", 2048, "full"),
+    "Qwen 7B, nothing": ("qwen2.5-7b", {_LAST: 6}, "bfloat16", 2048, "none"),
+}
 #: As wide as the models are, but of few layers: compiling a whole one takes minutes.
 MODELS = {
     "Llama": ModelSize("llama-3-8b", 1, 4096, changes={_LAST: 4}),
@@ -136,6 +161,7 @@ def plan(setting: Setting) -> list[Part]:
     training = tuple(
         Item(name, f"{here}.training:{function}", 60, arguments) for name, function, arguments in _training_cases()
     )
+    full = tuple(Item(name, f"{here}.memory:memory", 90, {"plan": plan}) for name, plan in FULL_PLANS.items())
     kinds = ("operator", "chain", "collective", "unit")
     host = tuple(Item(kind, f"{here}.operators:host_time", 60, {"kind": kind}) for kind in kinds)
     return [
@@ -145,6 +171,7 @@ def plan(setting: Setting) -> list[Part]:
         Part("training", "Training as scripts do, against torch", 240, training),
         Part("bandwidth", "Operators against copy bandwidth and torch.compile", 240, bandwidth),
         *models,
+        Part("memory", "Plans that fill the GPU", 420, full, fresh=True),
         Part("parity", "Schedules and ZeRO on NCCL against one GPU", 200, parity, ranks=2, needs=2),
         Part("generation", "Generation", 60, generation),
         Part("resume", "Killed and resumed", 120, (Item("resume", f"{here}.resume:resume", 120),)),
@@ -191,7 +218,7 @@ def _training_cases() -> list[tuple[str, str, dict[str, Any]]]:
 def rehearsal(parts: list[Part]) -> list[Part]:
     """Some items of every part, as a processor can run them in seconds."""
     chosen = {
-        "numerics": ("rms_norm", "experts", "adamw"), "training": ("tagger", "random numbers"),
+        "numerics": ("rms_norm", "experts", "adamw"), "training": ("tagger", "random numbers"), "memory": (),
         "bandwidth": ("swiglu",), "parity": ("ep=2",),
         "step Llama": CONTESTANTS[:3], "host": ("chain",), "generation": ("tokens",),
     }  # fmt: skip

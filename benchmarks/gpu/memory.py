@@ -1,0 +1,160 @@
+"""Items about plans that fill a GPU: its measured peak against the plan's bytes and its headroom.
+
+The batch of each plan is the largest whose predicted bytes leave the headroom free. Steps run by themselves on the GPU;
+other processes may plan meanwhile (``LOCK``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import planner
+from benchmarks.gpu.parts import Setting
+from cost_models import Cluster
+from planner.library import build_model, load_config, random_batch
+from planner.verification.verify_model import _without_dropout
+from runtime.kernels import AdamW
+
+Row = dict[str, Any]
+#: Of the device's usable bytes; what is predicted to use more is not run.
+HEADROOM = 0.06
+STEPS = 3
+LOCK = Path(tempfile.gettempdir()) / f"meshwright-gpu-memory-{os.getuid()}.lock"
+_ONE_DEVICE = {"pp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1, "zero": 0, "num_microbatches": 1}
+
+
+class FullPlan(NamedTuple):
+    """A model of the library, in few layers, and what its blocks keep."""
+
+    config: str
+    changes: dict[str, Any]
+    dtype: str
+    length: int | None
+    recompute: str
+    num_microbatches: int = 1
+
+
+def memory(setting: Setting, *, plan: tuple[Any, ...]) -> Iterator[Row]:
+    """Bytes of the fullest moment of a ``FullPlan``, as planned, as tensors, and as the allocator has taken them."""
+    yield _row(setting, FullPlan(*plan))
+
+
+def _row(setting: Setting, plan: FullPlan) -> Row:
+    device = planner.init(device=setting.device).device
+    cluster = Cluster.from_device_mesh(init_device_mesh(device.type, (1,), mesh_dim_names=("ranks",)))
+    began = time.perf_counter()
+    usable = cluster.device.usable_bytes
+    batch_size = 2 if setting.tiny else _largest_batch(plan, cluster, usable * (1 - HEADROOM))
+    found = _planned(plan, cluster, batch_size)
+    config = _config(plan)
+    batch = random_batch(config, batch_size=batch_size * plan.num_microbatches, seq_len=plan.length)
+    batch = {
+        key: (one.to(getattr(torch, plan.dtype)) if one.is_floating_point() else one) for key, one in batch.items()
+    }
+    planned = time.perf_counter() - began
+    with _alone():
+        row = _measured(plan, config, {key: one.to(device) for key, one in batch.items()}, found, device)
+    share = row["predicted, GiB"] * 2**30 / usable
+    limit = row["predicted, GiB"] + HEADROOM * usable / 2**30
+    return {
+        "model": plan.config, **{f"of {key}": value for key, value in plan.changes.items()}, "dtype": plan.dtype,
+        "length": plan.length, "samples": batch_size, "keeps": plan.recompute, "share": f"{share:.1%}", **row,
+        "planning, s": round(planned, 1), "ok": row.get("reserved, GiB") is None or row["reserved, GiB"] <= limit,
+    }  # fmt: skip
+
+
+def _measured(
+    plan: FullPlan, config: Any, batch: dict[str, torch.Tensor], found: planner.Plan, device: torch.device
+) -> Row:
+    """After the steps: the plan's fullest moment, the allocator's, and the time of the last step."""
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = build_model(config, dtype=plan.dtype, device=str(device)).train()
+    _without_dropout(model)
+    parallel = planner.compile(model, found, example_inputs=batch)
+    optimizer = _adamw(plan, parallel)
+    del model
+    gc.collect()
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step = parallel.plan.step
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        loss = float(parallel.train_step(**batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    predicted = max(rank.total for rank in step.memory) / 2**30
+    row: Row = {"predicted, GiB": round(predicted, 2)}
+    if on_gpu:
+        tensors, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        row |= {"tensors, GiB": round(tensors / 2**30, 2), "reserved, GiB": round(reserved / 2**30, 2)}
+        row |= {"off by": f"{predicted * 2**30 / tensors - 1:+.1%}"}
+    return {**row, "predicted ms": round(step.costs.simulated * 1e3, 1), "ms": round(seconds * 1e3, 1), "loss": loss}
+
+
+def _adamw(plan: FullPlan, parallel: torch.nn.Module) -> torch.optim.Optimizer:
+    """What plans count: float32 masters of parameters of 16 bits."""
+    if plan.dtype == "float32":
+        return torch.optim.AdamW(parallel.parameters(), lr=1e-5, fused=next(parallel.parameters()).is_cuda)
+    return AdamW(parallel.parameters(), lr=1e-5)
+
+
+def _largest_batch(plan: FullPlan, cluster: Cluster, most: float) -> int:
+    """Bytes grow by the same with every sample."""
+    low, high = (_predicted(plan, cluster, batch) for batch in (2, 4))
+    batch = 2 + int((most - low) // ((high - low) / 2))
+    if batch < 1:
+        raise RuntimeError(f"two samples take {low / 2**30:.1f} GiB already")
+    while batch > 1 and _predicted(plan, cluster, batch) > most:
+        batch -= max(1, batch // 50)
+    return batch
+
+
+def _predicted(plan: FullPlan, cluster: Cluster, batch: int) -> float:
+    """Bytes of the fullest moment."""
+    step = _planned(plan, cluster, batch).step
+    return max(rank.total for rank in step.memory)
+
+
+def _planned(plan: FullPlan, cluster: Cluster, batch: int) -> planner.Plan:
+    """A plan for memory without limit."""
+    samples = batch * plan.num_microbatches
+    return planner.plan(
+        _config(plan), cluster, batch_size=samples, global_batch=samples, seq_len=plan.length, dtype=plan.dtype,
+        fix={**_ONE_DEVICE, "recompute": plan.recompute, "num_microbatches": plan.num_microbatches}, headroom=0.0,
+        memory_limit=1e12, offload="activations" if plan.recompute == "offload" else "never",
+    )  # fmt: skip
+
+
+def _config(plan: FullPlan) -> Any:
+    config = load_config(plan.config)
+    for name, value in plan.changes.items():
+        setattr(config, name, value)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+    return config
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """With the GPU: another process that measures here is waited for."""
+    with LOCK.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
