@@ -56,8 +56,15 @@ def describe_devices(device_type: str, num_devices: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     preset = match_preset(properties.name, properties.total_memory)
     data = load_preset(preset) if preset else estimate(properties)
+    if "host" in data:
+        data["host"] = {**data["host"], "memory_bytes": min(data["host"]["memory_bytes"], memory_of_host())}
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
     return _on_hosts(data, num_devices, per_host)
+
+
+def memory_of_host() -> float:
+    """Bytes that this machine has beside its devices, which may be a part of what the preset's has."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def match_preset(device_name: str, memory_bytes: float) -> str | None:

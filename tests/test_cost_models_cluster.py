@@ -310,7 +310,17 @@ def test_gpu_mesh_on_hosts(monkeypatch, size, local_world_size, expected):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu_properties("NVIDIA A100-SXM4-40GB"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    monkeypatch.setattr(live, "memory_of_host", lambda: 1e15)
     assert Cluster.from_device_mesh(fake_mesh("cuda", size)) == Cluster.parse(expected)
+
+
+def test_a_machine_with_less_memory_than_its_preset_offloads_into_what_it_has(monkeypatch):
+    torch = pytest.importorskip("torch")
+    h200 = gpu_properties("NVIDIA H200", total_memory=int(139.8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    monkeypatch.setattr(live, "memory_of_host", lambda: 128e9)
+    assert Cluster.from_device_mesh(fake_mesh("cuda", 1)).host.memory_bytes == 128e9
 
 
 def test_a_gpu_without_preset_is_estimated_from_its_properties():

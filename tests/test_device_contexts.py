@@ -14,6 +14,7 @@ import planner
 import runtime.execution.binding
 from passes.capture import capture
 from runtime.program_tools.compiling import as_compiled
+from runtime.torch_compat.allocator import grow_segments
 from runtime.torch_compat.dispatcher import in_hidden_device_contexts, outside_device_contexts
 
 
@@ -97,3 +98,18 @@ def test_device_contexts_are_left_and_entered_again() -> None:
                 inside = device()
             between = device()
         assert (between, inside, device()) == ("cpu", "meta", "meta")
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("UNRELATED", 1), ("PYTORCH_ALLOC_CONF", 0), ("PYTORCH_CUDA_ALLOC_CONF", 0)]
+)
+def test_memory_grows_in_place_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
+    for chosen in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(chosen, raising=False)
+    monkeypatch.setenv(name, "backend:native")
+    grow_segments.cache_clear()
+    with mock.patch.object(torch._C, "_accelerator_setAllocatorSettings") as settings:
+        grow_segments()
+        grow_segments()
+    grow_segments.cache_clear()
+    assert [call.args for call in settings.call_args_list] == [("expandable_segments:True",)] * calls

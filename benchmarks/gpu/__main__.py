@@ -1,9 +1,10 @@
-"""Proves the whole product on a machine with GPUs, without preparation: in 25 minutes on one, 28 on several.
+"""Proves the whole product on a machine with GPUs, without preparation: in 36 minutes on one, 39 on several.
 
     python -m benchmarks.gpu [--only numerics] [--output FOLDER] [--list]
 
-Numerics of every operator against float64; bandwidth against copies and torch.compile; step time and peak memory of
-Llama, GPT-2, BERT, T5, ViT and Mixtral against the prediction, Hugging Face's models and FSDP2, eager and compiled;
+Numerics of every operator against float64; training of small models against torch; bandwidth against copies and
+torch.compile; step time and peak memory of Llama, GPT-2, BERT, T5, ViT and Mixtral against the prediction, Hugging
+Face's models and FSDP2, eager and compiled; plans that fill the GPU, their peak against the plan's;
 every pipeline schedule, ZeRO stage and a mixture's experts on NCCL against one GPU (with two GPUs or more); tokens that
 are generated; a kill and a resumed run; host time. Writes ``gpu.md`` and ``gpu.json`` after each part. Parts and their
 items run in processes of their own with a limit of time: what fails, crashes or hangs is reported, and the others go

@@ -130,7 +130,7 @@ TINY_MODELS = {
 
 
 def plan(setting: Setting) -> list[Part]:
-    """All parts, in the order in which they run; those that one GPU runs have less than 25 minutes together."""
+    """All parts, in the order in which they run; those that one GPU runs have less than 36 minutes together."""
     here = "benchmarks.gpu"
     numerics = (
         *(Item(name, f"{here}.operators:numerics", 60, {"operator": name}) for name in OPERATORS),

@@ -168,10 +168,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
     """What ``runtime.ops.cross_entropy`` keeps: logits, targets, and two numbers for each token."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         ctx.save_for_backward(logits, target, logits.new_empty((2, *target.shape), dtype=wide))
-        return logits.new_empty(target.shape)
+        return logits.new_empty(target.shape, dtype=dtype or logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -179,7 +179,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
-    result: torch.Tensor = _FusedCrossEntropy.apply(logits, target)
+    result: torch.Tensor = _FusedCrossEntropy.apply(logits, target, more.get("dtype"))
     return result
 
 

@@ -31,6 +31,7 @@ from passes.canonicalise.joined_pieces import unite_pieces
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.lists_of_one import unpack_lists_of_one
 from passes.canonicalise.loss_reductions import separate_loss_reductions
+from passes.canonicalise.narrow_logits import read_narrow_logits
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.out_arguments import replace_out_arguments
 from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
@@ -100,6 +101,7 @@ def canonicalise(
     view_counted_lookups(module)
     expand_repeated_rows(module)
     drop_dead_code(module)
+    read_narrow_logits(module)
     unmerge_token_dims(module)
     unflatten_linears(module)
     fold_reshapes(module)

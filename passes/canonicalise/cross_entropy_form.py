@@ -24,11 +24,19 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Loss of every token: ``logits`` [..., v], ``target`` [...] of integers; 0 where it is ``ignore_index``."""
+    """Loss of every token: ``logits`` [..., v], ``target`` [...] of integers; 0 where it is ``ignore_index``.
+
+    ``dtype`` is that of losses and of their computation, if it is not the logits'.
+    """
     losses = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]),
+        logits.to(dtype or logits.dtype).reshape(-1, logits.shape[-1]),
         target.reshape(-1),
         reduction="none",
         ignore_index=ignore_index,

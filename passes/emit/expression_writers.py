@@ -272,7 +272,7 @@ def cross_entropy(writer: Writer) -> str:
     """``ops.cross_entropy`` (loss of each token); ``axes`` are those that cut the vocabulary."""
     source = writer.function(
         "ops.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, "
-        "reuse_logits=reuse_logits)"
+        "reuse_logits=reuse_logits, dtype=dtype)"
     )
     axes = writer.axes_cutting("v")
     if not axes:

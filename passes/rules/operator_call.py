@@ -26,6 +26,7 @@ SIGNATURES: dict[str, Signature] = {
         ("ignore_index", -100),
         ("label_smoothing", 0.0),
         ("reuse_logits", False),
+        ("dtype", None),
     ),
     "meshwright.expert_linear": (("input", REQUIRED), ("expert_ids", REQUIRED), ("weight", REQUIRED)),
 }

@@ -59,6 +59,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reuse_logits: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Loss of each token; 0 (and no gradient) where the target is ``ignore_index``.
 
@@ -69,9 +70,10 @@ def cross_entropy(
         z_loss: coefficient of the squared log-sum-exp.
         reuse_logits: write the gradient of the logits over the logits. Only where nobody reads them after this call
             (as of a linear layer's output); they can then go backward once.
+        dtype: of the losses; by default that of the logits (float32 under autocast, as torch's).
 
     Returns:
-        [...] in the dtype of the logits (float32 under autocast, as torch's), summed in at least float32.
+        [...], summed in at least float32.
 
     Raises:
         ValueError: if shapes, dtypes or options are wrong.
@@ -79,12 +81,13 @@ def cross_entropy(
     """
     check_target(logits.shape[:-1], target)
     check_smoothing(label_smoothing)
-    is_plain = is_small(logits, None, label_smoothing, z_loss)
+    is_plain = dtype in (None, logits.dtype) and is_small(logits, None, label_smoothing, z_loss)
     if is_plain and reuse_logits:
         is_plain = is_tiny(target.numel(), logits.shape[-1])
     if is_plain and is_torchs_own(logits) and are_plain((target,)):
         return torchs_own_losses(logits, target, ignore_index)
-    losses, _ = _forward(logits, target, ignore_index, label_smoothing, z_loss, reuse_logits, dtype_of_losses(logits))
+    dtype = dtype or dtype_of_losses(logits)
+    losses, _ = _forward(logits, target, ignore_index, label_smoothing, z_loss, reuse_logits, dtype)
     result: torch.Tensor = losses
     return result
 

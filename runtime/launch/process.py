@@ -145,6 +145,9 @@ def _choose_device(place: ProcessPlace, device: str | None) -> torch.device:
             "host, or pass device='cpu'"
         )
     torch.cuda.set_device(index)
+    from runtime.torch_compat.allocator import grow_segments
+
+    grow_segments()
     return torch.device("cuda", index)
 
 

@@ -15,6 +15,7 @@ from runtime.data.host_copies import HostCopies, host_copies
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.joint_axes import remember
 from runtime.mesh.virtual import virtual_mesh
+from runtime.torch_compat.allocator import grow_segments
 from runtime.torch_compat.process_groups import all_gather_along
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 
@@ -72,6 +73,7 @@ class RankLayout:
         self.device = torch.device(device_mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+            grow_segments()
         self.copies = host_copies(self.device)
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

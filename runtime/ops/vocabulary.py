@@ -64,6 +64,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reuse_logits: bool = False,
+    dtype: torch.dtype | None = None,
     vocabulary: int | None = None,
     axes: Sequence[str] = (),
 ) -> torch.Tensor:
@@ -75,10 +76,11 @@ def cross_entropy(
         label_smoothing: weight of the uniform distribution over all classes, in [0, 1].
         z_loss: coefficient of the squared log-sum-exp.
         reuse_logits: write the gradient of the logits over the logits, which nobody else may read.
+        dtype: of the losses; by default that of ``logits``.
         vocabulary: size of v on all ranks together; required with ``axes``.
 
     Returns:
-        Losses [...] in the dtype of ``logits``; I on ``axes`` (R if nothing requires a gradient). The vocabulary costs
+        Losses [...]; I on ``axes`` (R if nothing requires a gradient). The vocabulary costs
         two all-reduces per axis: of the largest logit, and of 2 sums (3 with smoothing) per position.
     """
     if not axes:
@@ -89,13 +91,16 @@ def cross_entropy(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             reuse_logits=reuse_logits,
+            dtype=dtype,
         )
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
     check_target(logits.shape[:-1], target)
     check_smoothing(label_smoothing)
     start = first_of_shard(vocabulary, axes, logits.device)
     loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
-    losses: torch.Tensor = _ShardedCrossEntropy.apply(logits, target, start, loss, reuse_logits, groups_of(axes))
+    losses: torch.Tensor = _ShardedCrossEntropy.apply(
+        logits, target, start, loss, reuse_logits, dtype or dtype_of_losses(logits), groups_of(axes)
+    )
     return losses
 
 
@@ -110,13 +115,14 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         start: torch.Tensor,
         loss: LossOptions,
         reuse_logits: bool,
+        dtype: torch.dtype,
         groups: tuple[dist.ProcessGroup, ...],
     ) -> torch.Tensor:
         largest, sums = row_sums(logits, target, start, smoothing=loss.label_smoothing > 0)
         losses, statistic = reduced_losses(largest, sums, target, logits.shape[-1], loss, groups)
         ctx.save_for_backward(logits, target, start, statistic)
         ctx.options = (loss, reuse_logits)
-        return losses.to(dtype_of_losses(logits))
+        return losses.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -125,7 +131,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient that is differentiated reads the logits again
             ctx.options = (loss, False)
         result = logits_gradient(grad, logits, target, statistic, start, loss, reuse_logits=reuse_logits)
-        return result, None, None, None, None, None
+        return result, None, None, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(
