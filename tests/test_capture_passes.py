@@ -377,3 +377,11 @@ def test_ids_of_one_of_three_are_not_asked_whether_they_are_below_three(bound: i
 
     tests = {"aten.masked_fill.Scalar", "aten.clamp.default", "aten.ge.Scalar"} & set(check(picked, 4, 3))
     assert bool(tests) == is_tested
+
+
+def test_how_often_each_id_comes_is_a_sum_over_rows() -> None:
+    def counted(y: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(y.topk(2, dim=1)[1].reshape(-1), minlength=3) * y
+
+    found = check(counted, 4, 3)
+    assert "aten.one_hot.default" in found and "aten.scatter_add.default" not in found
