@@ -33,6 +33,7 @@ from planner.integrations.torch_compat.framework_internals import (
     says_loss_is_scaled,
     train_batch_size,
 )
+from planner.library.installed_transformers import check_version
 from planner.targets import Target
 from planner.trainer.trainer_batches import example_batch
 from runtime.data.padding import Buckets, PaddedCollator, read_padding
@@ -60,7 +61,8 @@ class TransformersTrainer(transformers.Trainer):
             ``compute_loss_func``, label smoothing) is planned with the model, whatever it is.
 
     Raises:
-        ValueError: for what is another way to split a model (fsdp, deepspeed), and for fp16.
+        ValueError: for what is another way to split a model (fsdp, deepspeed), for fp16, and for a transformers that is
+            too old.
     """
 
     model: Any
@@ -77,6 +79,7 @@ class TransformersTrainer(transformers.Trainer):
         stock_state: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_version(transformers.__version__)
         self.mesh = mesh
         self.plan_options = dict(plan_options or {})
         self._accelerator_arguments: dict[str, Any] = {}
