@@ -64,7 +64,7 @@ def count_labels(trainer: Any, batch: Any) -> Any:
 def says_loss_is_scaled(trainer: Any) -> bool | None:
     """What a trainer's class says of a loss of its own: that it counts accumulated batches; None where it says nothing.
 
-    transformers has the attribute from 5.18 on.
+    transformers has the attribute from 5.19 on.
     """
     said: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
     return said
