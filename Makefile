@@ -16,7 +16,7 @@ demo: install
 test: install browser lint docs
 	$(call RUN_TESTS,$(VENV))
 
-test-oldest: $(OLDEST_INSTALLED)  # the suite with the oldest torch that is supported
+test-oldest: $(OLDEST_INSTALLED)  # the suite with the oldest torch and transformers that are supported
 	$(call RUN_TESTS,$(OLDEST_VENV))
 
 lint: install

@@ -366,3 +366,22 @@ class AttendsItself(nn.MultiheadAttention):
 def test_attention_of_torch_keeps_its_samples_apart(layer: nn.Module) -> None:
     graph = assert_parity(Sums(layer), args=(torch.randn(4, 3, 8, dtype=torch.float64),))
     assert all(node.output.shape[:2] in ((4, 3), (3, 4)) for node in graph.nodes if node.op == "aten.linear.default")
+
+
+@pytest.mark.parametrize(("bound", "is_tested"), [(3, False), (4, False), (2, True)])
+def test_ids_of_one_of_three_are_not_asked_whether_they_are_below_three(bound: int, is_tested: bool) -> None:
+    def picked(y: torch.Tensor) -> torch.Tensor:
+        ids, order = torch.sort(y.topk(1, dim=1)[1].reshape(-1))
+        rows = y[order].masked_fill((ids >= bound).unsqueeze(-1), 0.0)
+        return rows * y.sum(0)[ids.clamp(max=bound - 1)][:, None]
+
+    tests = {"aten.masked_fill.Scalar", "aten.clamp.default", "aten.ge.Scalar"} & set(check(picked, 4, 3))
+    assert bool(tests) == is_tested
+
+
+def test_how_often_each_id_comes_is_a_sum_over_rows() -> None:
+    def counted(y: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(y.topk(2, dim=1)[1].reshape(-1), minlength=3) * y
+
+    found = check(counted, 4, 3)
+    assert "aten.one_hot.default" in found and "aten.scatter_add.default" not in found

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
 from benchmarks.coverage.model_types import class_of
 from benchmarks.coverage.stages import run_stages
 
@@ -34,6 +36,8 @@ VERIFIED = (
 
 def facts_of(model_type: str, stage: str) -> dict[str, Any]:
     """What is known of the stage, which the type has to pass."""
+    if model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip("an older transformers, which does not have the type")
     outcomes = run_stages(model_type, class_of(model_type), (stage,), commit="")
     assert not any("reason" in outcome for outcome in outcomes.values()), outcomes
     facts: dict[str, Any] = outcomes[stage]["facts"]

@@ -32,6 +32,7 @@ from tests.emit_cases import CASES as HAND_WRITTEN
 from tests.emit_models import CASES as PLANNED
 from tests.emit_models import programs
 from tests.hand_plan import hand_plan, mlp_graph
+from tests.versions import transformers_version
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -46,6 +47,8 @@ def program_of(case: str) -> Program:
 
 @pytest.mark.parametrize("case", CASES)
 def test_source_is_golden(case: str) -> None:
+    if case.startswith("llama") and transformers_version() < (5, 20):
+        pytest.skip("before 5.20 transformers' Llama computes its angles by a matrix product")
     source = program_of(case).source
     golden = GOLDEN / f"{case}.py"
     if os.environ.get("MESHWRIGHT_REGENERATE"):

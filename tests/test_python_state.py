@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 import planner
 from passes.capture import CaptureError, capture
 from passes.capture.capture import trace_shapes
+from runtime.calls import surroundings
 from tests import python_state_models as models
 from tests.python_state_models import CACHED, READ_BY_THE_NEXT_CALL, Holding
 
@@ -84,3 +88,35 @@ def test_a_replaced_buffer_is_written() -> None:
 def test_open_sizes_are_left_to_one_trace_for_each_shape() -> None:
     with pytest.raises(CaptureError, match="traced for each shape"):
         trace_shapes(Holding(models.remembers, held=[]), {("x",): [0]}, args=(), kwargs={"x": X}, loss_fn=None)
+
+
+@pytest.mark.parametrize(("packed", "is_watched"), [("scaled_by-1.0.dist-info", False), ("notes", True)])
+def test_variables_of_packages_that_pip_put_elsewhere_are_not_watched(
+    packed: str, is_watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an environment with the system's packages: torch counts in variables of its own, on each rank apart."""
+    (tmp_path / packed).mkdir()
+    (tmp_path / "scaled_by.py").write_text(SCALED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "scaled_by", raising=False)
+    for function in (surroundings._installed, surroundings._is_installed):
+        function.cache_clear()
+    package = importlib.import_module("scaled_by")
+    around = surroundings.Surroundings(package.Scaled())
+    package.SCALE = 3.0
+    around.update()
+    assert bool(around.changed) == is_watched
+    for function in (surroundings._installed, surroundings._is_installed):
+        function.cache_clear()
+
+
+SCALED = """
+import torch
+
+SCALE = 2.0
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * SCALE
+"""

@@ -237,17 +237,30 @@ def test_verify_says_what_it_cannot_compare() -> None:
         verified(LIKE["rrelu"])
 
 
-class DrawsTooMuch(Noisy):
-    """Nothing depends on the first number."""
+class DrawsTooMuch(nn.Module):
+    """Nothing depends on the second of three draws."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.shape = shape
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"unused": torch.rand(4, 1), "loss": super().forward(x)["loss"]}["loss"]  # type: ignore[return-value]
+        y = self.layer(x)
+        y = y + torch.rand_like(y) * y
+        torch.rand(self.shape)
+        return {"loss": (torch.rand_like(y) * y).square().mean()}
 
 
-def test_verify_says_that_a_program_leaves_draws_out() -> None:
-    model = DrawsTooMuch(torch.rand_like)
-    with pytest.raises(ValueError, match=r"shapes \[\(4, 1\), \(4, 8\)\] in forward .* program \[\(4, 8\)\] \(what"):
-        planner.verify(model, "dp=2,tp=2", batch={"x": torch.randn(4, 8)})
+def test_verify_compares_what_draws_more_than_its_program_needs() -> None:
+    report = planner.verify(DrawsTooMuch(), "dp=2,tp=2", batch={"x": torch.randn(4, 8)})
+    assert report.ok and report.largest_error < 1e-9
+
+
+def test_verify_says_that_a_program_leaves_draws_out_where_shapes_do_not_tell_which() -> None:
+    with pytest.raises(ValueError, match=r"in forward .* program \[\(4, 8\), \(4, 8\)\] \(what"):
+        planner.verify(DrawsTooMuch(4, 8), "dp=2,tp=2", batch={"x": torch.randn(4, 8)})
 
 
 def test_verify_refuses_draws_of_layers_that_run_again() -> None:

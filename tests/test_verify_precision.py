@@ -53,3 +53,20 @@ def test_a_gradient_of_rounding_alone_moves_no_weight() -> None:
     torch.manual_seed(0)
     report = planner.verify(BiasBeforeNorm(), "dp=2", batch={"x": torch.randn(16, 8)})
     assert report.ok and report.largest_error < 1e-9
+
+
+#: Products of a tensor that is wide and one that the model made in a dtype of its own.
+MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "operator": lambda wide, narrow: wide.float() @ narrow,
+    "operator the other way round": lambda wide, narrow: narrow @ wide.to(torch.float32),
+    "einsum": lambda wide, narrow: torch.einsum("ij,jk->ik", wide.float(), narrow),
+    "linear": lambda wide, narrow: nn.functional.linear(wide.float(), narrow, bias=narrow[0]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_products_of_a_wide_and_a_narrow_tensor_are_wide(name: str) -> None:
+    wide, narrow = torch.full((2, 2), 1 / 3, dtype=torch.float64), torch.arange(4.0).reshape(2, 2)
+    with keep_float64():
+        product = MIXED[name](wide, narrow)
+        assert torch.equal(product, MIXED[name](wide, narrow.double())) and product.dtype == torch.float64

@@ -57,7 +57,9 @@ def class_of(model_type: str) -> str:
 def _class_of(model_type: str) -> str | None:
     from transformers.models.auto import modeling_auto
 
-    tables = [dict(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES")) for table in TABLES]
+    tables = [
+        dict(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {})) for table in TABLES
+    ]  # newer ones too
     tables.append(dict(modeling_auto.MODEL_MAPPING_NAMES))
     names = [CLASSES[model_type]] if model_type in CLASSES else _names(tables, model_type)
     return next((name for name in names if _computes_loss(name)), None)

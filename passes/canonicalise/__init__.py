@@ -38,6 +38,7 @@ from passes.canonicalise.random_operators import refuse_other_random_operators, 
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.repeated_rows import expand_repeated_rows
 from passes.canonicalise.settled_choices import take_settled_choices
+from passes.canonicalise.settled_ids import drop_tests_of_bounded_ids
 from passes.canonicalise.sorted_experts import unsort_experts
 from passes.canonicalise.sparse_gradients import make_gradients_dense
 from passes.canonicalise.static_sizes import fix_sizes
@@ -90,6 +91,7 @@ def canonicalise(
     join_written_parts(module)
     unite_pieces(module)
     unpack_lists_of_one(module)
+    drop_tests_of_bounded_ids(module)
     drop_dead_code(module)
     split_cross_entropy(module)
     gather_expert_loops(module, picked or {}, left_out=left_out)

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from passes.torch_compat.operators import tree_leaves, tree_map
+
 _CASTS = ("to", "float", "type", "type_as")
 #: Functions that read another dtype out of the same bytes.
 _OF_BITS = ("view", "frombuffer")
 #: Functions that take the dtype to compute in.
 _WITH_DTYPE = ("softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
+#: Functions that take floats of one dtype alone, where others promote: a model that casts both would have cast both.
+_OF_ONE_DTYPE = frozenset({
+    "__matmul__", "__rmatmul__", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "einsum", "tensordot",
+    "linear", "addmm", "addmv", "addbmm", "baddbmm", "scaled_dot_product_attention",
+})  # fmt: skip
 
 
 class keep_float64(TorchFunctionMode):
@@ -55,6 +62,8 @@ class keep_float64(TorchFunctionMode):
             return self._made(func, name, args, kwargs)
         if wide and name in _WITH_DTYPE:
             args, kwargs = tuple(map(_widest, args)), {key: _widest(entry) for key, entry in kwargs.items()}
+        if name in _OF_ONE_DTYPE and any(map(_is_wide, tree_leaves((args, kwargs)))):
+            args, kwargs = tree_map(_wide, (args, kwargs))
         return func(*args, **kwargs)
 
     @staticmethod
@@ -80,8 +89,16 @@ class keep_float64(TorchFunctionMode):
         return func(*map(_widest, args), **{key: _widest(entry) for key, entry in kwargs.items()})
 
 
+def _wide(entry: Any) -> Any:
+    return entry.double() if isinstance(entry, torch.Tensor) and _narrow(entry.dtype) else entry
+
+
 def _widest(entry: Any) -> Any:
     return torch.float64 if _narrow(entry) else entry
+
+
+def _is_wide(entry: Any) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.dtype == torch.float64
 
 
 def _narrow(entry: Any) -> bool:

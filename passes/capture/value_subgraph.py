@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.capture.bounded_ids import bound_of_ids
+from passes.canonicalise.bounded_ids import bound_of_ids
+from passes.capture.drawn_ranges import answer_whatever_is_drawn
 from passes.capture.equal_tensors import computed_alike
 from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
@@ -95,6 +96,12 @@ class Subgraphs:
         """What ``flag`` is if all numbers are finite; None if that does not decide it."""
         node = self._trace.node_of(flag)
         return None if node is None else answer_if_finite(node)
+
+    def answer_whatever_is_drawn(self, flag: torch.Tensor) -> bool | None:
+        """What ``flag`` is for all random numbers that can be drawn; None if that does not decide it."""
+        node = self._trace.node_of(flag)
+        answer = None if node is None else answer_whatever_is_drawn(node)
+        return None if node is None or answer is None or self._are_written(_upstream(node)) else answer
 
     def _is_settled(self, nodes: Iterable[fx.Node]) -> bool:
         try:

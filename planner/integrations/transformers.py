@@ -30,8 +30,10 @@ from planner.integrations.torch_compat.framework_internals import (
     count_labels,
     moved_noise,
     on_device,
+    says_loss_is_scaled,
     train_batch_size,
 )
+from planner.library.installed_transformers import check_version
 from planner.targets import Target
 from planner.trainer.trainer_batches import example_batch
 from runtime.data.padding import Buckets, PaddedCollator, read_padding
@@ -59,7 +61,8 @@ class TransformersTrainer(transformers.Trainer):
             ``compute_loss_func``, label smoothing) is planned with the model, whatever it is.
 
     Raises:
-        ValueError: for what is another way to split a model (fsdp, deepspeed), and for fp16.
+        ValueError: for what is another way to split a model (fsdp, deepspeed), for fp16, and for a transformers that is
+            too old.
     """
 
     model: Any
@@ -76,6 +79,7 @@ class TransformersTrainer(transformers.Trainer):
         stock_state: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_version(transformers.__version__)
         self.mesh = mesh
         self.plan_options = dict(plan_options or {})
         self._accelerator_arguments: dict[str, Any] = {}
@@ -192,7 +196,7 @@ class TransformersTrainer(transformers.Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         batch = self._with_count(on_device(self, inputs), num_items_in_batch)
-        scaled = self.loss_is_scaled_for_ga
+        scaled = says_loss_is_scaled(self)
         if scaled is None:
             scaled = (self.model_accepts_loss_kwargs and COUNT in batch) or self.compute_loss_func is not None
         weight = 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
@@ -230,6 +234,12 @@ class TransformersTrainer(transformers.Trainer):
         return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)  # type: ignore[arg-type]
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """On all processes, which gather what one of them writes; transformers 5.20 calls the writer alone."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = str(output_dir if output_dir is not None else self.args.output_dir)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.files import read_json
-from planner.library.tasks import transformers_module
+from planner.library.installed_transformers import transformers_module
 
 FOLDER = Path(__file__).parent / "configs"
 

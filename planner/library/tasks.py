@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.library.installed_transformers import transformers_module
+
 CAUSAL_LM = "causal_lm"
 SEQ_TO_SEQ_LM = "seq_to_seq_lm"
 MASKED_LM = "masked_lm"
@@ -28,19 +30,6 @@ TABLES = {
     IMAGE_TEXT_TO_TEXT: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     IMAGE_TEXT_PAIRS: "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
-
-
-def transformers_module() -> Any:
-    """The transformers package.
-
-    Raises:
-        ValueError: if it is not installed.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError("Hugging Face models need the transformers package: pip install 'meshwright[hf]'") from error
-    return transformers
 
 
 def task_of(class_name: str) -> str:

@@ -7,7 +7,7 @@ every plan. In here torch's operators give those numbers for whole tensors, numb
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,10 +43,14 @@ class DrawsOfPlans:
 
     Attributes:
         shapes: of what the last step drew.
+
+    Args:
+        unused: places of draws that programs leave out, as nothing depends on them: these have no number of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unused: Collection[int] = ()) -> None:
         self.shapes: list[tuple[int, ...]] = []
+        self._unused = frozenset(unused)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -67,9 +71,35 @@ class DrawsOfPlans:
                 "the model draws random numbers while backward runs (a layer that draws is in torch.utils.checkpoint), "
                 "which verify cannot compare: turn checkpointing off; plans recompute by themselves"
             )
-        result = draw(*args, draw=len(self.shapes), **kwargs)
+        place = len(self.shapes)
+        number = place - sum(other < place for other in self._unused)
+        result = draw(*args, draw=number, **kwargs)
         self.shapes.append(tuple(result.shape))
         return result
+
+
+def unused_draws(drawn: Sequence[tuple[int, ...]], of_program: Sequence[tuple[int, ...]]) -> frozenset[int] | None:
+    """The places of draws that a program leaves out, by the shapes of all and of its own; None if shapes do not tell.
+
+    They tell if there is one way alone to find the program's shapes, in order, among all.
+    """
+    first = _places(drawn, of_program)
+    last = _places(drawn[::-1], of_program[::-1])
+    if first is None or last is None or first != [len(drawn) - 1 - place for place in reversed(last)]:
+        return None
+    return frozenset(range(len(drawn))).difference(first)
+
+
+def _places(shapes: Sequence[tuple[int, ...]], some: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """The first places at which ``some`` are among ``shapes``, in order; None if they are not."""
+    places: list[int] = []
+    for shape in some:
+        start = places[-1] + 1 if places else 0
+        place = next((place for place in range(start, len(shapes)) if shapes[place] == shape), None)
+        if place is None:
+            return None
+        places.append(place)
+    return places
 
 
 class _Functions(TorchFunctionMode):

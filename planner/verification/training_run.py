@@ -38,6 +38,7 @@ class TrainingCase:
     Attributes:
         seed: of the random numbers that programs draw.
         draws_as_plans: on one device, too, random operators draw what programs do.
+        unused_draws: places, among the draws of one device, of those that programs leave out.
     """
 
     batch: Any
@@ -46,6 +47,7 @@ class TrainingCase:
     learning_rate: float
     seed: int = 0
     draws_as_plans: bool = False
+    unused_draws: frozenset[int] = frozenset()
 
     def call(self, function: Callable[..., Any], **options: Any) -> Any:
         """``function`` called on the batch."""
@@ -78,7 +80,7 @@ class Results:
 
 def run_alone(model: nn.Module, training: TrainingCase) -> Results:
     """Train ``model`` on this device, by torch alone."""
-    draws = DrawsOfPlans()
+    draws = DrawsOfPlans(training.unused_draws)
     with sequence_of_draws(training.seed):
         results = _run_alone(model, training, draws)
     return dataclasses.replace(results, draws=tuple(draws.shapes))

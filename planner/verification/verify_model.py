@@ -27,6 +27,7 @@ from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
 from planner.targets import check_options
 from planner.verification.comparison import Comparison
+from planner.verification.draws_of_plans import unused_draws
 from planner.verification.rounding import judged_by_rounding
 from planner.verification.training_run import Results, TrainingCase, compare, run_alone, run_sharded
 from planner.verification.verify_report import VerifyReport
@@ -134,44 +135,51 @@ def verify(
         assert shape is not None and hardware is not None
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
 
-    mesh_of_ranks = shape if user_plan is None else user_plan.mesh
-    assert mesh_of_ranks is not None
-    with subject.precision(), virtual_ranks(mesh_of_ranks) as layout:
-        num_stages = 1 if user_plan is None else user_plan.step.axes.get("pp", 1)
-        places = VirtualPlaces(layout, num_stages=num_stages)
-        parallel = parallelise(
-            independent_copy(single),
-            places,
-            plan=user_plan,
-            planner=find_plan if user_plan is None else None,
-            loss_fn=loss_fn,
-            example_inputs=training.batch,
+    def on_all_ranks(subject: _Subject) -> VerifyReport:
+        single, training = subject.model, subject.training
+        mesh_of_ranks = shape if user_plan is None else user_plan.mesh
+        assert mesh_of_ranks is not None
+        with subject.precision(), virtual_ranks(mesh_of_ranks) as layout:
+            num_stages = 1 if user_plan is None else user_plan.step.axes.get("pp", 1)
+            places = VirtualPlaces(layout, num_stages=num_stages)
+            parallel = parallelise(
+                independent_copy(single),
+                places,
+                plan=user_plan,
+                planner=find_plan if user_plan is None else None,
+                loss_fn=loss_fn,
+                example_inputs=training.batch,
+            )
+            zero_ranks = 0 if user_plan is None else user_plan.step.zero_ranks
+            counter = CommunicationCounter(layout.device_mesh, data_axes=DATA_AXES, zero_ranks=zero_ranks)
+            drops = DroppedTokens()
+            results = run_sharded(
+                parallel,
+                training,
+                subject.alone,
+                like=single,
+                whole=lambda value: _whole(value, layout),
+                first_step=_counting(counter, drops),
+            )
+            disagreement = parallel._state.disagreement()
+            if training.draws_as_plans:
+                _check_draws(parallel, training, subject.alone)
+        return VerifyReport(
+            type(single).__name__,
+            parallel.plan,
+            subject.tolerance,
+            tuple(subject.judged(results)),
+            disagreement,
+            counter.collectives,
+            parallel.source,
+            subject.note,
+            drops_tokens=drops.any,
         )
-        zero_ranks = 0 if user_plan is None else user_plan.step.zero_ranks
-        counter = CommunicationCounter(layout.device_mesh, data_axes=DATA_AXES, zero_ranks=zero_ranks)
-        drops = DroppedTokens()
-        results = run_sharded(
-            parallel,
-            training,
-            subject.alone,
-            like=single,
-            whole=lambda value: _whole(value, layout),
-            first_step=_counting(counter, drops),
-        )
-        disagreement = parallel._state.disagreement()
-        if training.draws_as_plans:
-            _check_draws(parallel, training, subject.alone)
-    return VerifyReport(
-        type(single).__name__,
-        parallel.plan,
-        subject.tolerance,
-        tuple(subject.judged(results)),
-        disagreement,
-        counter.collectives,
-        parallel.source,
-        subject.note,
-        drops_tokens=drops.any,
-    )
+
+    try:
+        return on_all_ranks(subject)
+    except _UnusedDraws as found:
+        return on_all_ranks(subject.without_draws(found.places))
 
 
 @contextlib.contextmanager
@@ -211,6 +219,13 @@ class _Subject:
                 "give a batch, or weights, of a finite loss"
             )
         return subject
+
+    def without_draws(self, unused: frozenset[int]) -> _Subject:
+        """The same subject trained anew, where the draws that programs leave out have no numbers."""
+        training = dataclasses.replace(self.training, unused_draws=unused)
+        with self.precision():
+            alone = run_alone(independent_copy(self.model), training)
+        return dataclasses.replace(self, training=training, alone=alone)
 
     def precision(self) -> keep_float64:
         """What the sharded run is computed in, as the unsharded one was."""
@@ -253,16 +268,33 @@ def _trained_alone(model: nn.Module, training: TrainingCase) -> tuple[TrainingCa
     )
 
 
+class _UnusedDraws(Exception):
+    """A program leaves out the draws at these places of one device's, which were counted there."""
+
+    def __init__(self, places: frozenset[int]) -> None:
+        super().__init__(places)
+        self.places = places
+
+
 def _check_draws(parallel: ParallelModule, training: TrainingCase, alone: Results) -> None:
-    """Raise ValueError if random operators are not those of one device, in the same order: then numbers differ."""
+    """Raise if random operators are not those of one device, in the same order: then numbers differ.
+
+    Raises:
+        _UnusedDraws: if they are those of one device without some.
+        ValueError: if they are others, or if it is not known which are left out.
+    """
     graph = parallel._engine.graph_of(*training.arguments)
     shapes = tuple(tuple(node.outputs[0].shape) for node in graph.nodes if node.draw is not None)
-    if shapes != alone.draws:
-        raise ValueError(
-            f"{graph.model_name} draws tensors of shapes {list(alone.draws)} in forward on one device, but its program "
-            f"{list(shapes)} (what nothing depends on is left out), so verify cannot compare them: drop the draws that "
-            "nothing uses"
-        )
+    unused = unused_draws(alone.draws, shapes)
+    if unused is not None and unused == training.unused_draws:
+        return
+    if unused is not None and not training.unused_draws:
+        raise _UnusedDraws(unused)
+    raise ValueError(
+        f"{graph.model_name} draws tensors of shapes {list(alone.draws)} in forward on one device, but its program "
+        f"{list(shapes)} (what nothing depends on is left out), so verify cannot compare them: drop the draws that "
+        "nothing uses"
+    )
 
 
 def dtype_to_compare_in(plan: Plan) -> torch.dtype | None:

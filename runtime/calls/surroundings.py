@@ -8,12 +8,14 @@ that code sets itself is not watched, nor is what installed packages hold.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import sysconfig
 import types
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _OURS = ("planner", "runtime", "passes", "cost_models")
-_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 #: Entries of a list, dict or set up to which it is compared by content.
 _MAX_ENTRIES = 64
 _CONSTRUCTORS = ("__init__", "__post_init__")
@@ -247,7 +248,18 @@ def _is_installed(module: str) -> bool:
     if module.partition(".")[0] in _OURS:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file.startswith(_INSTALLED) if file else module != "__main__" and module in sys.builtin_module_names
+    return file.startswith(_installed()) if file else module != "__main__" and module in sys.builtin_module_names
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Folders of the standard library and of packages that pip put there, be it not this environment's own folder.
+
+    That is what virtual environments with the system's packages have, and folders of ``pip install --target``.
+    """
+    own = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    others = {entry for entry in sys.path if entry and next(Path(entry).glob("*.dist-info"), None) is not None}
+    return tuple(os.path.join(folder, "") for folder in own | others)
 
 
 def _is_watched(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """Every private name that ``runtime.torch_compat`` uses → what breaks where it is missing.
 
-Of torch 2.11 to 2.13, spmd_types 0.3, triton 3.6 and transformers 5.
+Of torch 2.11 to 2.13, spmd_types 0.3, triton 3.6 and transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations

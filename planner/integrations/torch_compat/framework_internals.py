@@ -61,6 +61,15 @@ def count_labels(trainer: Any, batch: Any) -> Any:
     return trainer._get_num_items_in_batch([batch], torch.device("cpu"))
 
 
+def says_loss_is_scaled(trainer: Any) -> bool | None:
+    """What a trainer's class says of a loss of its own: that it counts accumulated batches; None where it says nothing.
+
+    transformers has the attribute from 5.19 on.
+    """
+    said: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+    return said
+
+
 def on_device(trainer: Any, inputs: Any) -> dict[str, Any]:
     """A batch on the trainer's device."""
     return dict(trainer._prepare_inputs(inputs))

@@ -24,6 +24,7 @@ from passes.shard.operations import Operation
 FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
 
 
+_RESHAPE = "aten.reshape"
 _ATTENTION = "aten.scaled_dot_product_attention"
 
 
@@ -163,10 +164,12 @@ class _Storages:
     def __init__(self) -> None:
         self.brought: dict[Local, Convert] = {}
         self.weight: dict[Local, Below] = {}
+        self._packed: set[Local] = set()
 
     def converted(self, convert: Convert) -> None:
         if convert.forward:
             self.brought[convert.target] = convert
+            self._packed.add(convert.target)
         elif {convert.step.source_type, convert.step.target_type} <= {I, R}:  # a rank's part of a tensor is a copy
             self._same(convert.target, convert.source)
 
@@ -182,6 +185,10 @@ class _Storages:
                 )
                 if source is not None:
                     self._same(output, source)
+            elif base_name(compute.node.op) == _RESHAPE and compute.inputs[0] in self._packed:
+                # A collective's result is without gaps, whatever the strides of what was sent: nothing is copied.
+                self._packed.add(output)
+                self._same(output, compute.inputs[0])
 
     def _same(self, view: Local, source: Local) -> None:
         if source in self.brought:

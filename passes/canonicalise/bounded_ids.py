@@ -23,8 +23,8 @@ _SAME_ENTRIES = frozenset(
 
 def bound_of_ids(node: Any) -> int | None:
     """A number that all entries of what a node gives are below, none of them negative; None if none is known."""
-    while isinstance(node, fx.Node) and _name(node) in _SAME_ENTRIES:
-        node = node.args[0]
+    while isinstance(node, fx.Node) and (_name(node) in _SAME_ENTRIES or _is_sorted(node)):
+        node = node.args[0].args[0] if _is_sorted(node) else node.args[0]  # type: ignore[union-attr]
     place: Any = None
     if isinstance(node, fx.Node) and node.target is operator.getitem:
         node, place = node.args[:2]
@@ -32,6 +32,13 @@ def bound_of_ids(node: Any) -> int | None:
         return None
     dim = _dim(node)
     return None if dim is None else int(node.args[0].meta["val"].shape[dim])  # type: ignore[union-attr]
+
+
+def _is_sorted(node: fx.Node) -> bool:
+    """Whether a node gives the entries of a tensor in order."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return isinstance(node.args[0], fx.Node) and _name(node.args[0]) == "aten.sort"
 
 
 def _dim(node: fx.Node) -> int | None:

@@ -1,0 +1,62 @@
+"""Comparisons of numbers drawn from [0, 1) that come out the same whatever is drawn: ``torch.rand([]) < 0.0``.
+
+Models ask for them where a layer is dropped with a probability that is zero (or one). Nothing is assumed of what is
+drawn but its range, so no check is needed at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from passes.capture.flag_logic import answer_from, aten_name
+
+_DRAWN = ("rand", "rand_like")
+#: Operators whose results have the entries of their argument.
+_SAME_ENTRIES = (
+    "view", "reshape", "squeeze", "unsqueeze", "select", "alias", "detach", "clone", "to", "_to_copy",
+)  # fmt: skip
+#: Comparison → for which bounds it holds of every number that is drawn, and for which of none.
+_DECIDED: dict[str, tuple[Callable[[float], bool], Callable[[float], bool]]] = {
+    "lt": (lambda bound: bound >= 1, lambda bound: bound <= 0),
+    "le": (lambda bound: bound >= 1, lambda bound: bound < 0),
+    "gt": (lambda bound: bound < 0, lambda bound: bound >= 1),
+    "ge": (lambda bound: bound <= 0, lambda bound: bound >= 1),
+    "eq": (lambda bound: False, lambda bound: bound < 0 or bound >= 1),
+    "ne": (lambda bound: bound < 0 or bound >= 1, lambda bound: False),
+}
+
+
+def answer_whatever_is_drawn(flag: fx.Node) -> bool | None:
+    """What all entries of a mask are for all numbers that can be drawn; None if that does not decide it."""
+    return answer_from(flag, _known)
+
+
+def _known(flag: fx.Node) -> bool | None:
+    name, args = aten_name(flag), flag.args
+    if name not in _DECIDED or len(args) != 2 or not isinstance(args[1], (int, float)):
+        return None
+    if not isinstance(args[0], fx.Node) or not _is_drawn(args[0]):
+        return None
+    always, never = _DECIDED[name]
+    if always(args[1]):
+        return True
+    return False if never(args[1]) else None
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Whether all entries, one at least, are drawn from [0, 1), and none was rounded to 1."""
+    value = node.meta["val"]
+    if value.dtype not in (torch.float32, torch.float64) or not all(
+        isinstance(size, int) and size for size in value.shape
+    ):
+        return False
+    name = aten_name(node)
+    if name in _SAME_ENTRIES:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        is_rounded = value.dtype.itemsize < source.meta["val"].dtype.itemsize
+        return not is_rounded and _is_drawn(source)
+    return name in _DRAWN

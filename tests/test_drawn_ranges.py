@@ -1,0 +1,81 @@
+"""Questions to random numbers whose answer is the same whatever is drawn, as models ask to drop no layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from passes.capture import CaptureError, capture
+from tests.capture_parity import assert_parity
+
+X = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+
+Question = Callable[[], torch.Tensor]
+
+#: Questions whose answer is always no.
+NEVER: dict[str, Question] = {
+    "below zero": lambda: torch.rand([]) < 0.0,
+    "zero above it": lambda: torch.rand(1) < 0,
+    "at most less": lambda: torch.rand([]) <= -0.5,
+    "above one": lambda: torch.rand([], dtype=torch.float64) > 1,
+    "one or more": lambda: torch.rand([]) >= 1.0,
+    "one": lambda: torch.rand([]) == 1,
+    "some below zero": lambda: (torch.rand(2, 3) < 0).any(),
+    "not all at least zero": lambda: ~(torch.rand(3).reshape(3, 1) >= 0.0).all(),
+    "not below one": lambda: torch.logical_not(torch.rand([]).double() < 1.0),
+    "not another than two": lambda: torch.logical_not(torch.rand_like(torch.zeros(1)) != 2),
+    "below zero and more": lambda: (torch.rand([]) < 0) & (torch.rand([]) < 0.5),
+}
+
+
+def _written() -> torch.Tensor:
+    number = torch.rand([])
+    return number.sub_(1) < 0.0
+
+
+#: Questions that some number answers with yes, some with no, or that are of no numbers from [0, 1).
+OPEN: dict[str, Question] = {
+    "half": lambda: torch.rand([]) < 0.5,
+    "zero can be drawn": lambda: torch.rand([]) > 0.0,
+    "zero is at most zero": lambda: torch.rand([]) <= 0.0,
+    "rounded to one": lambda: torch.rand([], dtype=torch.float64).float() >= 1.0,
+    "less than was drawn": lambda: torch.rand([]) - 1 < 0.0,
+    "less was written": _written,
+    "normal": lambda: torch.randn([]) < 0.0,
+    "no number": lambda: torch.rand([]) < float("nan"),
+}
+
+
+class Dropped(nn.Module):
+    """A layer that is left out if a question is answered with yes."""
+
+    def __init__(self, question: Question) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.question = question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.linear.bias
+        return (x if self.question() else self.linear(x)).square().mean()
+
+
+@pytest.mark.parametrize("question", NEVER)
+def test_what_no_number_says_is_traced_without_a_draw(question: str) -> None:
+    graph = assert_parity(Dropped(NEVER[question]), args=(X,))
+    assert "aten.linear.default" in {node.op for node in graph.nodes}
+    assert all(node.draw is None and "check" not in node.op for node in graph.nodes)
+
+
+@pytest.mark.parametrize("question", OPEN)
+def test_what_depends_on_the_number_is_refused(question: str) -> None:
+    with pytest.raises(CaptureError, match="control flow depends on a value, which depends on random numbers"):
+        capture(Dropped(OPEN[question]), args=(X,))
+
+
+def test_four_devices_train_as_one() -> None:
+    assert planner.verify(Dropped(NEVER["below zero"]), "dp=2,tp=2", batch=(X,), loss_fn=lambda loss, _: loss).ok
