@@ -65,9 +65,9 @@ class LnFToLmHead(Block):
         # labels: [8, 16] {tp: R}
         h = kernels.layer_norm(x, w.transformer.ln_f.weight, w.transformer.ln_f.bias, eps=1e-05)
         # lm_head
-        logits = F.linear(h, w.transformer.wte.weight).to(torch.float32)
+        logits = F.linear(h, w.transformer.wte.weight)
         labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:]
-        losses = ops.cross_entropy(logits, labels, reuse_logits=True)
+        losses = ops.cross_entropy(logits, labels, reuse_logits=True, dtype=torch.float32)
         valid = labels != -100
         total = torch.sum(losses)
         count = torch.sum(valid)

@@ -94,9 +94,9 @@ class NormToLmHead(Block):
         # labels: [8, 16] {cp: R}
         h = kernels.rms_norm(x, w.model.norm.weight, eps=1e-05)
         h = spmd.all_gather(h, "cp", src=S(1), dst=I)                     # 16 KiB
-        logits = F.linear(h, w.lm_head.weight).to(torch.float32)
+        logits = F.linear(h, w.lm_head.weight)
         labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:]
-        losses = ops.cross_entropy(logits, labels, reuse_logits=True)
+        losses = ops.cross_entropy(logits, labels, reuse_logits=True, dtype=torch.float32)
         valid = labels != -100
         total = torch.sum(losses)
         count = torch.sum(valid)

@@ -74,9 +74,9 @@ class NormToLmHead(Block):
         # labels: [8, 16] → [2, 16] {dp: S(0)}
         # total_count: [] {dp: R}
         h = kernels.rms_norm(x, w.model.norm.weight, eps=1e-05)
-        logits = F.linear(h, w.lm_head.weight).to(torch.float32)
+        logits = F.linear(h, w.lm_head.weight)
         labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:]
-        losses = ops.cross_entropy(logits, labels, reuse_logits=True)
+        losses = ops.cross_entropy(logits, labels, reuse_logits=True, dtype=torch.float32)
         total = spmd.reinterpret(torch.sum(losses), "dp", src=V, dst=P)   # [] {dp: P}
         loss = total / total_count
         return loss

@@ -83,8 +83,9 @@ class LlamaDecoderLayer(Block):  # model.layers.{0..3}
         activation = kernels.swiglu(gate, up)
         # [8, 16, 64] {tp: P}
         feed_forward = spmd.reinterpret(F.linear(activation, w.mlp.down_proj.weight), "tp", src=V, dst=P)
-        feed_forward = spmd.all_reduce(feed_forward, "tp", src=P, dst=I)  # 16 KiB
+        x = spmd.convert(x, "tp", src=I, dst=P, expert_mode=True)
         x = x + feed_forward
+        x = spmd.all_reduce(x, "tp", src=P, dst=I)                        # 16 KiB
         return x
 
 
@@ -94,9 +95,9 @@ class NormToLmHead(Block):
         # x: [8, 16, 64] {tp: I}
         # labels: [8, 16] {tp: R}
         h = kernels.rms_norm(x, w.model.norm.weight, eps=1e-05)
-        logits = F.linear(h, w.lm_head.weight).to(torch.float32)
+        logits = F.linear(h, w.lm_head.weight)
         labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:]
-        losses = ops.cross_entropy(logits, labels, reuse_logits=True)
+        losses = ops.cross_entropy(logits, labels, reuse_logits=True, dtype=torch.float32)
         valid = labels != -100
         total = torch.sum(losses)
         count = torch.sum(valid)

@@ -85,9 +85,9 @@ class NormToLmHead(Block):
         # x: [8, 16, 64] → [4, 16, 64] {dp: S(0)}
         # labels: [8, 16] → [4, 16] {dp: S(0)}
         h = kernels.rms_norm(x, w.model.norm.weight, eps=1e-05)
-        logits = F.linear(h, w.lm_head.weight).to(torch.float32)
+        logits = F.linear(h, w.lm_head.weight)
         labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:]
-        losses = ops.cross_entropy(logits, labels, reuse_logits=True)
+        losses = ops.cross_entropy(logits, labels, reuse_logits=True, dtype=torch.float32)
         valid = labels != -100
         total = spmd.reinterpret(torch.sum(losses), "dp", src=V, dst=P)   # [] {dp: P}
         count = spmd.reinterpret(torch.sum(valid), "dp", src=V, dst=P)    # [] {dp: P}
