@@ -77,6 +77,37 @@ def test_images_are_encoded_by_the_program_of_the_prompt() -> None:
         assert parallel.generate(**pictures, **options).tolist() == model.generate(**pictures, **options).tolist()
 
 
+def test_whisper_hears_which_language_it_is() -> None:
+    """``generate`` without a language calls the model once before, without a cache; so it does with another sound."""
+    model: Any = model_named("whisper")
+    languages = {"is_multilingual": True, "lang_to_id": {"<|en|>": 9, "<|de|>": 10}, "no_timestamps_token_id": 13}
+    tasks = {"task_to_id": {"transcribe": 11, "translate": 12}, "max_initial_timestamp_index": 10}
+    vars(model.generation_config).update(**languages, **tasks)
+    parallel = planner.compile(model, "dp=1", example_inputs=training_batch("whisper"))
+    sounds = [prompt_of("whisper")["input_features"], prompt_of("whisper")["input_features"].flip(2)]
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True}
+    for sound in sounds:
+        expected = model.generate(sound, **options).sequences
+        assert {int(row[1]) for row in expected} <= {9, 10}
+        assert parallel.generate(sound, **options).sequences.tolist() == expected.tolist()
+
+
+def test_what_an_encoder_gave_begins_a_generation() -> None:
+    """Not what the generation before had read."""
+    model: Any = model_named("t5")
+    parallel = planner.compile(model, "dp=1", example_inputs=training_batch("t5"))
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 2}
+    first = prompt_of("t5")["input_ids"]
+    second = first.flip(0) - 1
+    before = parallel.generate(first, **options).tolist()
+    encoded = [model.get_encoder()(second) for _ in range(2)]  # of which generate makes rows for beams
+    expected = model.generate(encoder_outputs=encoded[0], **options).tolist()
+    assert parallel.generate(encoder_outputs=encoded[1], **options).tolist() == expected
+    assert expected != before
+    with pytest.raises(ValueError, match="encoder_outputs have no values"):
+        parallel.generate(encoder_outputs=parallel.get_encoder()(second), **options)
+
+
 def test_a_token_is_written_into_the_cache_where_it_lies() -> None:
     parallel = planner.compile(model_named("gpt2"), "dp=1", example_inputs=training_batch("gpt2"))
     calls: Counter[str] = Counter()

@@ -21,7 +21,7 @@ from runtime.generation.cache_layout import CacheTensor
 from runtime.generation.traced_cache import noted_cache, traced_cache
 
 #: Names of the inputs that programs of generation have beside the model's own.
-LAST, POSITION = "last_position", "position"
+LAST, POSITION, ENCODED = "last_position", "position", "encoder_last_hidden_state"
 
 
 def cache_tensors(
@@ -82,7 +82,7 @@ class _NotedCall(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         cache = noted_cache(self.note, with_encoder=_with_encoder(self.model))
-        inputs = dict(zip(self.inputs, tensors))
+        inputs = _with_encoded(dict(zip(self.inputs, tensors)))
         return self.model(**inputs, **self.constants, past_key_values=cache, use_cache=True)[0]
 
 
@@ -131,9 +131,8 @@ def prompt_model(lean: nn.Module, tensors: Sequence[CacheTensor], constants: Map
         last = inputs.pop(LAST)
         cache = traced_cache(self, tensors, None, with_encoder=with_encoder)
         options = {"logits_to_keep": last} if takes_places else {}
-        outputs = type(self).forward(
-            self, **inputs, **constants, **options, past_key_values=cache, use_cache=True, return_dict=True
-        )
+        arguments = {**_with_encoded(inputs), **constants, **options}
+        outputs = type(self).forward(self, **arguments, past_key_values=cache, use_cache=True, return_dict=True)
         return outputs.logits if takes_places else outputs.logits.index_select(1, last)
 
     return _with_cache(lean, tensors, forward)
@@ -161,6 +160,14 @@ def token_model(
         return outputs.logits  # type: ignore[no-any-return]
 
     return _with_cache(lean, tensors, forward)
+
+
+def _with_encoded(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A model's arguments, of inputs that may have what an encoder gave."""
+    if ENCODED not in inputs:
+        return inputs
+    others = {name: value for name, value in inputs.items() if name != ENCODED}
+    return {**others, "encoder_outputs": BaseModelOutput(last_hidden_state=inputs[ENCODED])}
 
 
 def _with_encoder(lean: nn.Module) -> bool:
