@@ -115,6 +115,9 @@ class ValueReads:
             with stand_ins:
                 return source.new_empty((count,))
         if operator in _NUMBERS and args[0].dtype == torch.bool:
+            drawn = self._subgraphs.answer_of_draws(args[0]) if self._subgraphs is not None else None
+            if drawn is not None:
+                return drawn
             check = self.check(args[0])  # of a function of torch.nn, inside of which the model is not watched
             if check is not None:
                 self.checks.append((args[0], *check))

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes.capture.bounded_ids import bound_of_ids
+from passes.capture.certain_draws import answer_of_draws
 from passes.capture.equal_tensors import computed_alike
 from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
@@ -90,6 +91,11 @@ class Subgraphs:
         if not self._are_written(nodes):
             return nodes, False
         return _with_writers(list(self._trace.graph.nodes), node), True
+
+    def answer_of_draws(self, flag: torch.Tensor) -> bool | None:
+        """What a comparison with random numbers is, whatever they are; None if they decide it."""
+        node = self._trace.node_of(flag)
+        return None if node is None or self._are_written(_upstream(node)) else answer_of_draws(node)
 
     def answer_if_finite(self, flag: torch.Tensor) -> bool | None:
         """What ``flag`` is if all numbers are finite; None if that does not decide it."""
