@@ -24,9 +24,10 @@ _NEGATIONS = (("aten.logical_not", ()), ("aten.bitwise_not", ()), ("aten.eq", (0
 
 def answer_of_draws(flag: fx.Node) -> bool | None:
     """What a comparison of uniform draws with a number is for all of them; None if draws decide it."""
-    if not flag.args or not isinstance(flag.args[0], fx.Node):
+    of = flag.args[0] if flag.args else None
+    if not isinstance(of, fx.Node):
         return None
-    name, (of, *numbers) = _name(flag), flag.args
+    name, numbers = _name(flag), list(flag.args[1:])
     if name in _SAME_FLAGS or (name, numbers) == ("aten.ne", [0]):
         return answer_of_draws(of)
     if (name, tuple(numbers)) in _NEGATIONS:

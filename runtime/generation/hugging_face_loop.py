@@ -17,12 +17,13 @@ from passes.torch_compat.module_tables import buffers_of, parameters_of
 from runtime.calls.skeleton import skeleton
 from runtime.execution.engine import Engine
 from runtime.execution.mixed_precision import cast_floats
+from runtime.generation.expanded_images import with_images_expanded
 from runtime.generation.generation_session import GenerationSession
 from runtime.generation.phase_models import ENCODED, LAST, POSITION, encoded_without_values
 from runtime.generation.phase_programs import Prompt
 from runtime.generation.sharded_cache import OTHERWISE, ShardedCache
 from runtime.generation.slot_check import BY_TOKEN, check_same_logits, last_token
-from runtime.torch_compat.model_internals import generates_with_cache, prepare_cache_by
+from runtime.torch_compat.model_internals import expand_inputs_by, generates_with_cache, prepare_cache_by
 
 #: Slots of a cache are a multiple of this, so that few lengths have programs of their own.
 SLOTS = 32
@@ -67,6 +68,7 @@ class GeneratingModel:
                         table[name] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
         self._replace_forward()
         prepare_cache_by(self.model, self._new_cache)
+        expand_inputs_by(self.model, functools.partial(with_images_expanded, self.model))
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
         #: The input with a number for each token so far.
         self.mask = "decoder_attention_mask" if self.has_encoder else "attention_mask"
