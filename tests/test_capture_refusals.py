@@ -155,6 +155,10 @@ def test_models_of_other_makes_are_refused() -> None:
         planner.compile(None, "dp=1")  # type: ignore[arg-type]
 
 
+def test_sparse_tensors_in_forward_are_refused() -> None:
+    assert "to_sparse makes a sparse tensor" in refusal(Net(lambda hidden: hidden.to_sparse().to_dense()))
+
+
 def test_sparse_inputs_are_refused() -> None:
     assert "input '0' is a sparse coo tensor" in refusal(Net(), X.to_sparse())
 

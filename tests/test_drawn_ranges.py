@@ -28,6 +28,8 @@ NEVER: dict[str, Question] = {
     "not all at least zero": lambda: ~(torch.rand(3).reshape(3, 1) >= 0.0).all(),
     "not below one": lambda: torch.logical_not(torch.rand([]).double() < 1.0),
     "not another than two": lambda: torch.logical_not(torch.rand_like(torch.zeros(1)) != 2),
+    "at most zero": lambda: torch.rand([]) <= 0.0,
+    "not above zero": lambda: ~(torch.rand([]) > 0.0),
     "below zero and more": lambda: (torch.rand([]) < 0) & (torch.rand([]) < 0.5),
 }
 
@@ -40,8 +42,7 @@ def _written() -> torch.Tensor:
 #: Questions that some number answers with yes, some with no, or that are of no numbers from [0, 1).
 OPEN: dict[str, Question] = {
     "half": lambda: torch.rand([]) < 0.5,
-    "zero can be drawn": lambda: torch.rand([]) > 0.0,
-    "zero is at most zero": lambda: torch.rand([]) <= 0.0,
+    "zero is drawn": lambda: torch.rand([]) == 0.0,
     "rounded to one": lambda: torch.rand([], dtype=torch.float64).float() >= 1.0,
     "less than was drawn": lambda: torch.rand([]) - 1 < 0.0,
     "less was written": _written,

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
     LlamaConfig,
@@ -35,6 +37,7 @@ CASES: list[tuple[str, str, list[str]]] = [
     ("gpt2", "tp=2", ["beams!padded"]),
     ("llama", "pp=2", ["sampled_beams"]),
 ]
+INPUTS = ("input_ids", "labels")
 #: Bytes of float32 in 2 layers × (keys, values) × 8 rows (4 beams) × 4 heads × 32 slots × 8 numbers.
 WHOLE_CACHE = 2 * 2 * 8 * 4 * 32 * 8 * 4
 
@@ -62,19 +65,74 @@ def test_on_one_device_two_programs_serve_prompts_of_several_lengths() -> None:
 
 
 def test_images_are_encoded_by_the_program_of_the_prompt() -> None:
-    """``generate`` would encode them itself first, with a model that has no weights."""
+    """``generate`` would encode them itself first, with a model that has no weights. Each beam has both of a sample."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = LlamaConfig(vocab_size=32, **sizes, bos_token_id=0, eos_token_id=31, pad_token_id=1)
     vision = CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_id=30, pad_token_id=1)
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(config).eval()
-    tokens = torch.tensor([[30] * 4 + [3, 5], [30] * 4 + [7, 2]])
-    pictures = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": torch.randn(2, 3, 8, 8)}
+    tokens = torch.tensor([[30] * 4 + [3] + [30] * 4 + [5], [30] * 4 + [7] + [30] * 4 + [2]])
+    pictures = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": torch.randn(4, 3, 8, 8)}
     parallel = planner.compile(model, "dp=1", example_inputs={**pictures, "labels": tokens})
     options = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
     with torch.inference_mode():
         assert parallel.generate(**pictures, **options).tolist() == model.generate(**pictures, **options).tolist()
+    tokens[0, :4], pictures["pixel_values"] = 9, pictures["pixel_values"][1:]
+    with pytest.raises(ValueError, match="whose images are not as many and as large in each"):
+        parallel.generate(**pictures, **options)
+
+
+def test_whisper_hears_which_language_it_is() -> None:
+    """``generate`` without a language calls the model once before, without a cache; so it does with another sound."""
+    model: Any = model_named("whisper")
+    languages = {"is_multilingual": True, "lang_to_id": {"<|en|>": 9, "<|de|>": 10}, "no_timestamps_token_id": 13}
+    tasks = {"task_to_id": {"transcribe": 11, "translate": 12}, "max_initial_timestamp_index": 10}
+    vars(model.generation_config).update(**languages, **tasks)
+    parallel = planner.compile(model, "dp=1", example_inputs=training_batch("whisper"))
+    sounds = [prompt_of("whisper")["input_features"], prompt_of("whisper")["input_features"].flip(2)]
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True}
+    for sound in sounds:
+        expected = model.generate(sound, **options).sequences
+        assert {int(row[1]) for row in expected} <= {9, 10}
+        assert parallel.generate(sound, **options).sequences.tolist() == expected.tolist()
+
+
+class Turned(GPT2LMHeadModel):
+    """Looks at its last token: behind one above 50 it takes the logits in the other order."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if kwargs["input_ids"][0, -1] > 50:
+            outputs.logits = outputs.logits.flip(-1)
+        return outputs
+
+
+def test_a_prompt_of_other_values_has_the_program_of_those() -> None:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "vocab_size": 96}
+    model = Turned(GPT2Config(**sizes, bos_token_id=0, eos_token_id=95)).eval()
+    parallel = planner.compile(model, "dp=1", example_inputs={key: torch.ones(2, 5).long() for key in INPUTS})
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
+    for last in (60, 40, 70):
+        tokens = torch.tensor([[4, 5, last], [6, 7, last + 1]])
+        assert parallel.generate(tokens, **options).tolist() == model.generate(tokens, **options).tolist()
+
+
+def test_what_an_encoder_gave_begins_a_generation() -> None:
+    """Not what the generation before had read."""
+    model: Any = model_named("t5")
+    parallel = planner.compile(model, "dp=1", example_inputs=training_batch("t5"))
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 2}
+    first = prompt_of("t5")["input_ids"]
+    second = first.flip(0) - 1
+    before = parallel.generate(first, **options).tolist()
+    encoded = [model.get_encoder()(second) for _ in range(2)]  # of which generate makes rows for beams
+    expected = model.generate(encoder_outputs=encoded[0], **options).tolist()
+    assert parallel.generate(encoder_outputs=encoded[1], **options).tolist() == expected
+    assert expected != before
+    with pytest.raises(ValueError, match="encoder_outputs have no values"):
+        parallel.generate(encoder_outputs=parallel.get_encoder()(second), **options)
 
 
 def test_a_token_is_written_into_the_cache_where_it_lies() -> None:

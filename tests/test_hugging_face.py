@@ -10,7 +10,17 @@ import accelerate
 import pytest
 import torch
 import transformers
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import planner
@@ -217,6 +227,28 @@ def test_adapters_that_peft_saved_are_loaded(config: PeftConfig, tmp_path: Path)
     parallel.load_pretrained(tmp_path)
     loaded = parallel.full_state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+def test_adapters_whose_rank_shrinks_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    """The script's own line after a step, ``update_and_allocate``, leaves rows of AdaLoRA's matrices out."""
+    tokens = torch.arange(24).reshape(4, 6)
+    kept = {}
+    for kind in ("parallel", "alone"):
+        torch.manual_seed(1)
+        adapters = AdaLoraConfig(init_r=4, target_r=2, total_step=4, tinit=0, tfinal=1, target_modules=["q_proj"])
+        model: Any = get_peft_model(llama(), adapters)
+        for name, parameter in model.named_parameters():
+            if "lora_E" in name:
+                torch.nn.init.uniform_(parameter)
+        if kind == "parallel":
+            model = planner.compile(model, "dp=1", example_inputs={"input_ids": tokens, "labels": tokens})
+        for step in range(3):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            model.base_model.update_and_allocate(step)
+        model.save_pretrained(tmp_path / kind)
+        kept[kind] = load_file(tmp_path / kind / "adapter_model.safetensors")
+    assert min(min(tensor.shape) for tensor in kept["alone"].values() if tensor.dim() == 2) < 4
+    torch.testing.assert_close(kept["parallel"], kept["alone"])
 
 
 def test_adapters_of_other_layers_are_refused(tmp_path: Path) -> None:

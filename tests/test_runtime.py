@@ -94,6 +94,28 @@ def test_frozen_parameters_stay_frozen_and_unused_ones_stay() -> None:
             parallel(**token_batch())
 
 
+def test_layers_that_repeat_may_end_in_one_without_weights() -> None:
+    """The block of a copy (linear, activation) names both, and only the first has weights."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(9, 8)
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.embedding(tokens)).square().mean()
+
+    model, tokens = seeded(Tower), torch.arange(8).reshape(4, 2)
+    parallel = planner.compile(copy.deepcopy(model), "dp=1", example_inputs=(tokens,))
+    assert "w0, w1 = self.weights" in parallel.source
+    loss = model(tokens)
+    loss.backward()
+    torch.testing.assert_close(parallel.train_step(tokens), loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parallel.full_gradients()[name], parameter.grad)
+
+
 def test_other_shapes_use_the_same_plan_without_a_search() -> None:
     model = seeded(TiedClassifier)
     with sharded(model) as (parallel, planner, layout):

@@ -158,8 +158,8 @@ def test_it_saves_the_logits_and_costs_one_product() -> None:
     )
     assert plain is not None and chunked is not None
     saved = plain.memory[0].total - chunked.memory[0].total
-    wide, narrow = 4 * tokens * vocabulary, 2 * tokens * vocabulary
-    assert wide <= saved <= 1.01 * (wide + narrow)
+    logits = 2 * tokens * vocabulary  # the loss reads them in bfloat16
+    assert 0.95 * logits <= saved <= logits
     product = 2.0 * tokens * vocabulary * hidden / Cluster.parse("dgx-h100:1").device.peak_flops("bfloat16")
     assert product <= chunked.costs.seconds - plain.costs.seconds <= 2.0 * product
 

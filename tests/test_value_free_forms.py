@@ -31,6 +31,7 @@ CALLS: dict[str, Call] = {
     "to a length": lambda y: torch.istft(spectrum(y), 16, 4, window=WINDOW, length=40),
     "of one signal, scaled": lambda y: torch.istft(spectrum(y)[0], 16, 4, window=WINDOW, normalized=True, center=False),
 }
+PLACES = torch.tensor([[0, 1, 2, 3, 4, 5, 5, 5], [1, 1, 0, 2, 3, 4, 4, 0]])
 
 
 class Calling(nn.Module):
@@ -47,6 +48,13 @@ class Calling(nn.Module):
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_traced_in_operators_that_do_not_look_at_values(name: str) -> None:
     assert_parity(Calling(CALLS[name]), args=(X,))
+
+
+def test_a_sparse_tensor_is_written_out() -> None:
+    """Two numbers have one place; as PEFT's SHiRA adds them to a weight."""
+    model = Calling(lambda y: y @ torch.sparse_coo_tensor(PLACES, y.mean(1), (6, 6)))
+    report = planner.verify(model, "tp=2", batch=(X,), steps=1)
+    assert report.ok, report.table()
 
 
 def test_batch_statistics_that_all_count_alike_are_kept_under_a_plan() -> None:

@@ -98,6 +98,32 @@ def test_what_training_changes_is_refused_with_the_line(of: str, reason: str) ->
     assert of == "buffer" or "return y if tensor.sum() > 0" in str(caught.value)
 
 
+class Dropped(nn.Module):
+    """Leaves an adapter out with a probability, as LoHa and LoKr of PEFT do."""
+
+    def __init__(self, probability: float, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.probability, self.dtype = probability, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.rand(1, dtype=self.dtype) > self.probability:
+            return x.sin()
+        return x.cos() if torch.rand(()) <= self.probability else x.tan()
+
+
+@pytest.mark.parametrize(("probability", "operator"), [(0.0, "sin"), (1.0, "cos")])
+def test_a_branch_that_no_draw_changes_is_followed(probability: float, operator: str) -> None:
+    graph = capture(Dropped(probability), args=(X,))
+    assert [str(node.op) for node in graph.nodes] == [f"aten.{operator}.default"]
+
+
+@pytest.mark.parametrize(("probability", "dtype"), [(0.5, torch.float32), (0.0, torch.bfloat16)])
+def test_a_branch_that_draws_decide_is_refused(probability: float, dtype: torch.dtype) -> None:
+    """In bfloat16 every 256th draw is 0."""
+    with pytest.raises(CaptureError, match="random numbers"):
+        capture(Dropped(probability, dtype), args=(X,))
+
+
 def test_an_input_without_values_is_named_with_the_line() -> None:
     with pytest.raises(CaptureError, match=r"lengths\[-1\] > 2.*input '1'.*real tensors"):
         capture(Branches(), args=(X, LENGTHS.to("meta")))

@@ -1,7 +1,8 @@
 """Comparisons of numbers drawn from [0, 1) that come out the same whatever is drawn: ``torch.rand([]) < 0.0``.
 
 Models ask for them where a layer is dropped with a probability that is zero (or one). Nothing is assumed of what is
-drawn but its range, so no check is needed at run time.
+drawn but its range, so no check is needed at run time. The lowest number, 0, which float32 gives once in 2^24 draws, is
+left out: a script that writes ``rand() > p`` to drop with probability p means nothing else by p = 0.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _SAME_ENTRIES = (
 #: Comparison → for which bounds it holds of every number that is drawn, and for which of none.
 _DECIDED: dict[str, tuple[Callable[[float], bool], Callable[[float], bool]]] = {
     "lt": (lambda bound: bound >= 1, lambda bound: bound <= 0),
-    "le": (lambda bound: bound >= 1, lambda bound: bound < 0),
-    "gt": (lambda bound: bound < 0, lambda bound: bound >= 1),
+    "le": (lambda bound: bound >= 1, lambda bound: bound <= 0),
+    "gt": (lambda bound: bound <= 0, lambda bound: bound >= 1),
     "ge": (lambda bound: bound <= 0, lambda bound: bound >= 1),
     "eq": (lambda bound: False, lambda bound: bound < 0 or bound >= 1),
     "ne": (lambda bound: bound < 0 or bound >= 1, lambda bound: False),

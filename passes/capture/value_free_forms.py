@@ -1,12 +1,13 @@
-"""Functions of torch that look at values to check or to warn, in operators that do not.
+"""Functions of torch in operators that a program may have: most look at values, to check or to warn.
 
 Tracing stops where a value is looked at. These look at numbers that the shapes decide (``cov`` at the number of
 observations), at a buffer that they have just counted up (a batch norm without momentum), or only to raise (``istft``).
+A sparse tensor is written out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,5 +103,16 @@ def _overlapped(frames: torch.Tensor, n_fft: int, hop: int, whole: int) -> torch
     return F.fold(frames.transpose(1, 2), (1, whole), (1, n_fft), stride=(1, hop)).flatten(1)
 
 
+def _sparse_coo_tensor(
+    indices: torch.Tensor, values: Any, size: Sequence[int] | None = None, **options: Any
+) -> torch.Tensor | None:
+    """The same numbers with the zeros between them written out: a plan cuts tensors with strides."""
+    if size is None or options or not isinstance(values, torch.Tensor) or values.dim() != 1 or indices.dim() != 2:
+        return None
+    return values.new_zeros(tuple(size)).index_put(indices.unbind(0), values, accumulate=True)
+
+
 #: Names of functions and methods of torch → their forms, which give None for arguments that they do not know.
-_FORMS: dict[str, Callable[..., torch.Tensor | None]] = {"cov": _cov, "corrcoef": _corrcoef, "istft": _istft}
+_FORMS: dict[str, Callable[..., torch.Tensor | None]] = {
+    "cov": _cov, "corrcoef": _corrcoef, "istft": _istft, "sparse_coo_tensor": _sparse_coo_tensor,
+}  # fmt: skip

@@ -107,6 +107,10 @@ class WatchedForward(TorchFunctionMode):
         self._reads.picked.note(name, args[0] if args else None, result)
         self._follow_targets(name, args, result, self._reads.readings_since(num_entries))
         if isinstance(result, torch.Tensor):
+            if result.layout not in _LAYOUTS:
+                raise CaptureError(
+                    f"{name} makes a sparse tensor, which no plan can cut: write its zeros out (to_dense, index_put)"
+                )
             self._check_origin(name, args)
         return result
 
@@ -155,6 +159,8 @@ class WatchedForward(TorchFunctionMode):
         self.checkpoints = True
 
 
+#: Tensors that a program may have.
+_LAYOUTS = (torch.strided, torch.jagged)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 #: Functions that read the values of tensors in a list, which have none.
 _FROM_DATA = (torch.tensor, torch.as_tensor)

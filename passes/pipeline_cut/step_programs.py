@@ -29,12 +29,14 @@ _GATHERED_PER_USE = 3
 class StageUnit:
     """The weights of one unit: what is used together, gathered and freed together.
 
-    ``states`` are (index of the block's root, path below it, full path) of every parameter and buffer.
+    ``states`` are (index of the block's root, path below it, full path) of every parameter and buffer; ``num_roots``
+    those that the block names, some of which may have none.
     """
 
     name: str
     states: tuple[tuple[int, str, str], ...]
     policy: UnitPolicy
+    num_roots: int = 1
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,8 @@ def _unit(part: ChainPart, copy: int) -> StageUnit:
         for ref in _state_refs(repeat.block.section)
     ]
     assert repeat.policy is not None
-    return StageUnit(" ".join(roots) or repeat.block.module_class, tuple(dict.fromkeys(states)), repeat.policy)
+    name = " ".join(roots) or repeat.block.module_class
+    return StageUnit(name, tuple(dict.fromkeys(states)), repeat.policy, len(roots))
 
 
 def _state_refs(section: Section) -> list[StateRef]:

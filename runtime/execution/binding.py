@@ -46,9 +46,8 @@ class BoundUnit:
         self.units = tuple(unit for unit, _ in units)
         self.keeps_weights = all(unit.zero < GATHERED_PER_USE for unit in self.units)
         self._names = tuple(name for _, names in units for name in names)
-        count = 1 + max((root for root, _, _ in stage_unit.states), default=0)
         self._fixed = tuple(fixed.values())
-        self.trees = [WeightTree() for _ in range(count)]
+        self.trees = [WeightTree() for _ in range(stage_unit.num_roots)]
         slots: dict[str, list[tuple[dict[str, Any], str]]] = {}
         for root, path, full in stage_unit.states:
             self.trees[root].put(path, fixed.get(full))

@@ -130,7 +130,7 @@ class Engine:
     @property
     def buffer_values(self) -> Mapping[str, torch.Tensor]:
         """Whole buffers by name, as programs were traced with them."""
-        return self._maker.buffer_values
+        return self._maker.cases.buffers
 
     @property
     def latest(self) -> Program | None:

@@ -180,9 +180,9 @@ class Maker:
         return tuple(self._made.values())
 
     @property
-    def buffer_values(self) -> Mapping[str, torch.Tensor]:
-        """Whole buffers by name, as programs were traced with them."""
-        return self._cases.buffers
+    def cases(self) -> ValueCases:
+        """What decides between the programs of calls that are alike but for their values."""
+        return self._cases
 
     @property
     def needed_inputs(self) -> frozenset[str] | None:

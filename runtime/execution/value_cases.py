@@ -80,6 +80,11 @@ class ValueCases:
         """Names of the inputs that any guard reads, which every rank must pass."""
         return frozenset(str(path[0]) for guards in self._all() for path in guards.input_paths)
 
+    @property
+    def read_values(self) -> bool:
+        """Whether any guard reads inputs or buffers."""
+        return bool(self.inputs_read or self.buffers_read)
+
     def _all(self) -> list[ValueGuards]:
         return [guards for cases in self._cases.values() for guards in cases.values()]
 

@@ -17,12 +17,13 @@ from passes.torch_compat.module_tables import buffers_of, parameters_of
 from runtime.calls.skeleton import skeleton
 from runtime.execution.engine import Engine
 from runtime.execution.mixed_precision import cast_floats
+from runtime.generation.expanded_images import with_images_expanded
 from runtime.generation.generation_session import GenerationSession
-from runtime.generation.phase_models import LAST, POSITION, encoded_without_values
+from runtime.generation.phase_models import ENCODED, LAST, POSITION, encoded_without_values
 from runtime.generation.phase_programs import Prompt
 from runtime.generation.sharded_cache import OTHERWISE, ShardedCache
 from runtime.generation.slot_check import BY_TOKEN, check_same_logits, last_token
-from runtime.torch_compat.model_internals import generates_with_cache, prepare_cache_by
+from runtime.torch_compat.model_internals import expand_inputs_by, generates_with_cache, prepare_cache_by
 
 #: Slots of a cache are a multiple of this, so that few lengths have programs of their own.
 SLOTS = 32
@@ -55,7 +56,8 @@ class GeneratingModel:
         model: Any = skeleton(engine.model)
         self.model = model.eval()
         self.device, self.compute = engine.layout.device, engine.compute
-        self._source: dict[str, Any] = {}
+        #: Inputs of the encoder in this generation; None before it is called.
+        self._source: dict[str, Any] | None = None
         self._encoded: dict[Any, Any] = {}
         for module in self.model.modules():
             tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
@@ -66,6 +68,7 @@ class GeneratingModel:
                         table[name] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
         self._replace_forward()
         prepare_cache_by(self.model, self._new_cache)
+        expand_inputs_by(self.model, functools.partial(with_images_expanded, self.model))
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
         #: The input with a number for each token so far.
         self.mask = "decoder_attention_mask" if self.has_encoder else "attention_mask"
@@ -74,6 +77,7 @@ class GeneratingModel:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's, with a cache in any case; without the cache in what it returns."""
+        self._source = None
         self.model.generation_config = copy.deepcopy(self.lean.generation_config)
         if self.compute is not None:  # as calls in training do
             args, kwargs = cast_floats((args, kwargs), self.compute)
@@ -139,12 +143,16 @@ class GeneratingModel:
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
         cache = inputs.get("past_key_values")
+        name = "decoder_input_ids" if self.has_encoder else "input_ids"
+        tokens = inputs.get(name)
+        if cache is None and inputs.get("use_cache") is False and tokens is not None and tokens.shape[1] == 1:
+            # Whisper asks so for the language: a prompt behind which nothing comes.
+            cache = ShardedCache(self.session, length=1, num_layers=0)
+            self._source = None if inputs.get("encoder_outputs") is None else self._source
         if not isinstance(cache, ShardedCache):
             raise ValueError(f"generate called the model with another cache, as guidance_scale does: {OTHERWISE}")
         if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
             raise ValueError(f"output_attentions and output_hidden_states stay in the programs: {OTHERWISE}")
-        name = "decoder_input_ids" if self.has_encoder else "input_ids"
-        tokens = inputs.get(name)
         if tokens is None:
             raise ValueError(f"inputs_embeds begin no sharded generation: pass {name}, or {OTHERWISE}")
         encoded = inputs.get("encoder_outputs")
@@ -168,7 +176,7 @@ class GeneratingModel:
     ) -> torch.Tensor:
         rows, count = tokens.shape
         if self.has_encoder:
-            tensors = {**self._expanded_source(rows), **tensors}
+            tensors = {**self._expanded_source(rows, encoded), **tensors}
         plain = not set(tensors) - {*BY_TOKEN, "attention_mask", "decoder_attention_mask"}
         tensors = {
             name: self._filled(name, tensor, count, _rounded_prompt(count, length))
@@ -222,8 +230,17 @@ class GeneratingModel:
             )
         return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], length - count)], dim=-1)
 
-    def _expanded_source(self, rows: int) -> dict[str, torch.Tensor]:
-        """The encoder's inputs, with a row for each beam."""
+    def _expanded_source(self, rows: int, encoded: Any) -> dict[str, torch.Tensor]:
+        """The encoder's inputs, with a row for each beam; what it gave, where the caller passed that."""
+        if self._source is None:
+            if encoded is None:  # its inputs are those of the call
+                return {}
+            if encoded[0].is_meta:
+                raise ValueError(
+                    "encoder_outputs have no values, as those of a part of a parallel module: pass the encoder's "
+                    "inputs to generate, whose first program runs it"
+                )
+            return {ENCODED: encoded[0]}
         return {
             name: tensor.repeat_interleave(rows // len(tensor), dim=0) if tensor.dim() else tensor
             for name, tensor in self._source.items()

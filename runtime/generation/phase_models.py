@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from passes.capture.export import export
+from passes.capture import capture
 from passes.capture.model_copy import copy_of
 from passes.capture.stand_in import OneDevice, StandIns, trace_device
 from passes.torch_compat.tracing import quiet_export
@@ -21,7 +21,7 @@ from runtime.generation.cache_layout import CacheTensor
 from runtime.generation.traced_cache import noted_cache, traced_cache
 
 #: Names of the inputs that programs of generation have beside the model's own.
-LAST, POSITION = "last_position", "position"
+LAST, POSITION, ENCODED = "last_position", "position", "encoder_last_hidden_state"
 
 
 def cache_tensors(
@@ -38,30 +38,16 @@ def cache_tensors(
         ValueError: if it caches something else than one pair of keys and values a layer.
     """
     stand_ins = StandIns(trace_device())
-    model: Any = copy_of(lean, stand_ins.get).eval()
-    path: list[str] = []
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: path.append(name))  # type: ignore[misc]
-        module.register_forward_hook(lambda *_: path.__delitem__(-1))
-    noted: dict[tuple[bool, int, str], CacheTensor] = {}
-
-    def note(layer: int, is_cross: bool, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for part, states in (("keys", keys), ("values", values)):
-            if states.dim() != 4 or (is_cross, layer, part) in noted:
-                raise ValueError(f"{type(lean).__name__} caches {part} of shape {list(states.shape)}: {ONLY_PAIRS}")
-            rows, heads, tokens, size = states.shape
-            shape = (rows, heads, tokens if is_cross else length, size)
-            noted[is_cross, layer, part] = CacheTensor(path[-1], layer, part, is_cross, shape, states.dtype)
-
-    call = _NotedCall(model, without_values(tensors, stand_ins), constants, note)
+    notes = _CacheNotes(type(lean).__name__, length)
+    inputs = without_values(tensors, stand_ins)
+    call = _NotedCall(copy_of(lean, stand_ins.get), inputs, constants, notes)
     try:
         with stand_ins.mode, OneDevice(stand_ins.device), torch.no_grad(), quiet_export():
-            call(*call.inputs.values())
-    except (RuntimeError, NotImplementedError):  # of an operator that is for tracing alone
-        noted.clear()
-        path.clear()
+            call(*inputs.values())
+    except (RuntimeError, NotImplementedError):  # of an operator that is for tracing alone, or a value that is read
         with _says_what_to_do(lean):
-            export(call, tuple(call.inputs.values()))
+            capture(_NotedCall(skeleton(lean), tensors, constants, notes), args=tuple(tensors.values()), training=False)
+    noted = notes.tensors
     for cross in {key[0] for key in noted}:
         layers = {layer for is_cross, layer, _ in noted if is_cross == cross}
         if layers != set(range(len(layers))):
@@ -71,18 +57,50 @@ def cache_tensors(
     return tuple(noted.values())
 
 
+class _CacheNotes:
+    """What a model caches in a call. It has slots, so that a model that is copied to be traced writes into the same."""
+
+    __slots__ = ("length", "model_name", "path", "tensors")
+
+    def __init__(self, model_name: str, length: int) -> None:
+        self.model_name, self.length = model_name, length
+        self.begin()
+
+    def begin(self) -> None:
+        """The model is called."""
+        self.path: list[str] = []
+        self.tensors: dict[tuple[bool, int, str], CacheTensor] = {}
+
+    def follow(self, model: nn.Module) -> None:
+        """Keep the path of the module that runs at the end of ``path``."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: self.path.append(name))  # type: ignore[misc]
+            module.register_forward_hook(lambda *_: self.path.__delitem__(-1))
+
+    def note(self, layer: int, is_cross: bool, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """A layer caches these."""
+        for part, states in (("keys", keys), ("values", values)):
+            if states.dim() != 4 or (is_cross, layer, part) in self.tensors:
+                raise ValueError(f"{self.model_name} caches {part} of shape {list(states.shape)}: {ONLY_PAIRS}")
+            rows, heads, tokens, size = states.shape
+            shape = (rows, heads, tokens if is_cross else self.length, size)
+            self.tensors[is_cross, layer, part] = CacheTensor(self.path[-1], layer, part, is_cross, shape, states.dtype)
+
+
 class _NotedCall(nn.Module):
-    """A call of ``model`` with a prompt, of flat tensors, which tells ``note`` of what is cached."""
+    """A call of ``model``, which is changed, with a prompt, of flat tensors; ``notes`` tell what it caches."""
 
     def __init__(
-        self, model: nn.Module, inputs: dict[str, Any], constants: Mapping[str, Any], note: Callable[..., None]
+        self, model: nn.Module, inputs: Mapping[str, Any], constants: Mapping[str, Any], notes: _CacheNotes
     ) -> None:
         super().__init__()
-        self.model, self.inputs, self.constants, self.note = model, inputs, constants, note
+        self.model, self.names, self.constants, self.notes = model.eval(), tuple(inputs), constants, notes
+        notes.follow(model)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        cache = noted_cache(self.note, with_encoder=_with_encoder(self.model))
-        inputs = dict(zip(self.inputs, tensors))
+        self.notes.begin()
+        cache = noted_cache(self.notes.note, with_encoder=_with_encoder(self.model))
+        inputs = _with_encoded(dict(zip(self.names, tensors)))
         return self.model(**inputs, **self.constants, past_key_values=cache, use_cache=True)[0]
 
 
@@ -131,9 +149,8 @@ def prompt_model(lean: nn.Module, tensors: Sequence[CacheTensor], constants: Map
         last = inputs.pop(LAST)
         cache = traced_cache(self, tensors, None, with_encoder=with_encoder)
         options = {"logits_to_keep": last} if takes_places else {}
-        outputs = type(self).forward(
-            self, **inputs, **constants, **options, past_key_values=cache, use_cache=True, return_dict=True
-        )
+        arguments = {**_with_encoded(inputs), **constants, **options}
+        outputs = type(self).forward(self, **arguments, past_key_values=cache, use_cache=True, return_dict=True)
         return outputs.logits if takes_places else outputs.logits.index_select(1, last)
 
     return _with_cache(lean, tensors, forward)
@@ -161,6 +178,14 @@ def token_model(
         return outputs.logits  # type: ignore[no-any-return]
 
     return _with_cache(lean, tensors, forward)
+
+
+def _with_encoded(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A model's arguments, of inputs that may have what an encoder gave."""
+    if ENCODED not in inputs:
+        return inputs
+    others = {name: value for name, value in inputs.items() if name != ENCODED}
+    return {**others, "encoder_outputs": BaseModelOutput(last_hidden_state=inputs[ENCODED])}
 
 
 def _with_encoder(lean: nn.Module) -> bool:

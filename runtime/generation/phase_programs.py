@@ -18,6 +18,7 @@ from runtime.execution.prepared_programs import Prepared
 from runtime.execution.program_builder import Maker
 from runtime.generation.cache_layout import ROWS, CacheTensor, cache_placement, planned_buffers, rows_divisor
 from runtime.generation.phase_models import LAST, POSITION, cache_tensors, prompt_model, token_model
+from runtime.generation.slot_check import BY_TOKEN
 from runtime.state.owned import rectangle
 
 
@@ -122,7 +123,8 @@ class PhasePrograms:
         self._inputs: dict[str, torch.Tensor] = {}
         self._makers = {phase: self._maker(phase) for phase in self._models}
         self._prepared: dict[str, Prepared] = {}
-        self._is_fresh: set[str] = set()
+        #: Programs, by identity, that have run in this generation.
+        self._is_fresh: set[int] = set()
 
     def _maker(self, phase: str) -> Maker:
         def input_of(program: Any) -> InputOf:
@@ -148,12 +150,12 @@ class PhasePrograms:
     def run(self, phase: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The logits [rows, 1, vocabulary] of a prompt (``LAST``) or a token (``POSITION``), on every rank."""
         self._inputs = self._padded(tensors)
-        if phase not in self._prepared:
-            call = self._call(phase)
-            self._prepared[phase] = self._makers[phase].prepare(call, training=False, local_inputs=False)
+        maker = self._makers[phase]
+        if phase not in self._prepared or maker.cases.read_values:
+            self._prepared[phase] = maker.prepare(self._call(phase), training=False, local_inputs=False)
         prepared = self._prepared[phase]
-        if phase not in self._is_fresh:
-            self._is_fresh.add(phase)
+        if id(prepared) not in self._is_fresh:
+            self._is_fresh.add(id(prepared))
             prepared.forget_constants()
             for unit in in_order_of_use(prepared.stages):
                 unit.refresh_needed()
@@ -172,11 +174,12 @@ class PhasePrograms:
 
     def _padded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         extra = self.padded_rows - self.rows
-        if not extra:
-            return dict(tensors)
-        return {
-            name: torch.cat([tensor, tensor[-1:].expand(extra, *tensor.shape[1:])])
-            if name not in (LAST, POSITION) and tensor.dim() and len(tensor) == self.rows
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        return {name: self._with_rows(name, tensor, extra) for name, tensor in tensors.items()}
+
+    def _with_rows(self, name: str, tensor: torch.Tensor, extra: int) -> torch.Tensor:
+        """A tensor with its last row ``extra`` times more, if it has rows."""
+        dim = tensor.dim() - 2 if name in BY_TOKEN else 0  # of position_ids there may be several kinds
+        if not extra or name in (LAST, POSITION) or not tensor.dim() or tensor.shape[dim] != self.rows:
+            return tensor
+        last = tensor.narrow(dim, self.rows - 1, 1)
+        return torch.cat([tensor, *[last] * extra], dim)

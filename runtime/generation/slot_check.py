@@ -36,7 +36,8 @@ def last_token(
         if name not in prompt:
             return None
         before = prompt[name] if name == mask else prompt[name][..., -1:]
-        inputs[name] = before if rows is None or len(before) != len(rows) else before.index_select(0, rows)
+        # Of position_ids there may be several kinds, before the rows.
+        inputs[name] = before if rows is None or before.shape[-2] != len(rows) else before.index_select(-2, rows)
     return inputs
 
 

@@ -33,6 +33,11 @@ def prepare_cache_by(model: Any, prepare: Callable[..., None]) -> None:
     model._prepare_cache_for_generation = prepare
 
 
+def expand_inputs_by(model: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let what ``change`` makes of a transformers model's own function repeat rows for beams."""
+    model._expand_inputs_for_generation = change(model._expand_inputs_for_generation)
+
+
 def generates_with_cache(model: Any) -> bool:
     """Whether a transformers model generates with keys and values of all tokens alone."""
     return bool(model._supports_default_dynamic_cache()) and not getattr(model, "_is_stateful", False)

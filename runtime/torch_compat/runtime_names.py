@@ -95,6 +95,7 @@ RUNTIME_NAMES = {
     "transformers.PreTrainedModel._init_weights": "models from meta cannot be initialised",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "weight files with stale tensors are refused",
     "transformers.GenerationMixin._prepare_cache_for_generation": "generate does not know of sharded caches",
+    "transformers.GenerationMixin._expand_inputs_for_generation": "beams cannot be given the images of their samples",
     "transformers.GenerationMixin._supports_default_dynamic_cache": "recurrent models are not refused by generate",
     "transformers.PreTrainedModel._is_stateful": "recurrent models are not refused by generate",
     "torch.nn.MultiheadAttention._reset_parameters": "attention of torch.nn from meta cannot be initialised",

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from passes.torch_compat.operators import tree_leaves
 from runtime.agreement.ranks_together import rank_in, together
 
 #: Names of tensors → the whole tensors, on every rank; all ranks must call it.
@@ -69,15 +70,40 @@ def save_adapters(model: nn.Module, directory: str | Path, whole: Gather, *, dty
 
 
 def _adapter_names(model: Any, content: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names, of ``content``, that PEFT saves, and those of what makes virtual tokens."""
+    """Names, of ``content``, of what PEFT makes its files of, and those of what makes virtual tokens."""
     from peft import get_peft_model_state_dict
 
-    selected = {
-        id(tensor)
-        for adapter in model.peft_config
-        for tensor in get_peft_model_state_dict(model, state_dict=content, adapter_name=adapter).values()
-    }
-    return [name for name, tensor in content.items() if id(tensor) in selected or name.startswith(_PROMPTS)]
+    marked = {name: _Marked.of(tensor, name) for name, tensor in content.items()}
+    selected: set[str] = set()
+    for adapter in model.peft_config:
+        saved = get_peft_model_state_dict(model, state_dict=dict(marked), adapter_name=adapter)
+        selected = selected.union(*(tensor.origins for tensor in saved.values() if isinstance(tensor, _Marked)))
+    return [name for name in content if name in selected or name.startswith(_PROMPTS)]
+
+
+class _Marked(torch.Tensor):
+    """Zeros in the place of a tensor, all in one number's memory, that say of which tensors what is made of them is.
+
+    On the meta device PEFT could not choose rows (AdaLoRA saves those that its budget left).
+    """
+
+    origins: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str) -> _Marked:
+        """As large as ``tensor``."""
+        marked = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
+        marked.origins = frozenset({name})
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        sources = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        for each in tree_leaves(result):
+            if isinstance(each, cls):
+                each.origins = each.origins.union(*(source.origins for source in sources))
+        return result
 
 
 def save_merged(model: nn.Module, directory: str | Path, whole: Gather, *, dtype: torch.dtype | None = None) -> None:
