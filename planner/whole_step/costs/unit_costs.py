@@ -16,6 +16,7 @@ from passes.autograd.recompute_policies import Activations, Recompute, kept_unde
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
 from passes.ir.types import Placement
+from passes.rules.expert_rules import is_experts
 from passes.losses import ChunkedUnits, Placed, strategies
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
@@ -190,18 +191,19 @@ class _FigureReader:
 
     def _feeds_experts(self, stream: ValueStream) -> bool:
         """Whether a state is a mixture's experts, directly or through views and casts."""
-        experts, states = self.space.expert_nodes, self.space.states
-        if not experts:
+        if stream.value.name in self.space.regions.parameters:
+            return True
+        if not self.space.expert_nodes:
             return False
         for use in stream.uses:
             element = self.problem.elements.get(use.element)
             node = element.node if element is not None else None
-            if use.element in experts:
+            if node is not None and is_experts(node):
                 return True
             if node is not None and any(
                 self._feeds_experts(self.problem.streams[value.name])
                 for value in node.outputs
-                if value.name in states and value.name in self.problem.streams
+                if value.name in self.space.states and value.name in self.problem.streams
             ):
                 return True
         return False
@@ -336,9 +338,10 @@ class _FigureReader:
             return 0.0
         total = 0.0
         for name in way.nodes:
-            if name not in self.space.expert_nodes or name not in way.placed:
+            node = way.activations.nodes[name]
+            if not is_experts(node) or name not in way.placed:
                 continue
-            node, placed = way.activations.nodes[name], way.placed[name]
+            placed = way.placed[name]
             k = self.values[node.inputs[1]].shape[-1]
             total += 2.0 * k * self.pricing.local_bytes(node.output, placed.outputs[0])
         return total
