@@ -19,6 +19,7 @@ from passes.canonicalise.dense_experts import route_dense_experts
 from passes.canonicalise.elementwise_checks import check_each_element
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
+from passes.canonicalise.expanded_indices import index_whole_rows
 from passes.canonicalise.expert_gates import join_expert_gates
 from passes.canonicalise.expert_loops import gather_expert_loops
 from passes.canonicalise.expert_rows import expert_linear
@@ -92,6 +93,7 @@ def canonicalise(
     unpack_lists_of_one(module)
     drop_dead_code(module)
     split_cross_entropy(module)
+    index_whole_rows(module)
     gather_expert_loops(module, picked or {}, left_out=left_out)
     join_expert_gates(module)
     unsort_experts(module)

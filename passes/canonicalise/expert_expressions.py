@@ -219,7 +219,8 @@ class ExpertRows:
         if source is None or weight is None or len(shape(weight)) != 3 or len(shape(args[0])) != 2:
             return None
         if first.target is not aten.linear.default:
-            weight = insert(at, aten.transpose.int, (weight, 1, 2))
+            is_turned = weight.target is aten.transpose.int and weight.args[1:] == (1, 2)
+            weight = weight.args[0] if is_turned else insert(at, aten.transpose.int, (weight, 1, 2))  # type: ignore[assignment]
         product = insert(at, expert_linear, (source, ids, weight))
         bias = argument(first, "bias") if first.target is aten.linear.default else None
         if bias is None:
@@ -300,6 +301,8 @@ def _of_choices(table: fx.Node, expert: int) -> tuple[fx.Node, fx.Node] | None:
 
 def _stacked(at: fx.Node, weights: Sequence[fx.Node]) -> fx.Node:
     """The experts' weights as one tensor: that of which they are entries, or all of them beside each other."""
+    if all(node.target is aten.transpose.int and len(shape(node)) == 2 for node in weights):
+        return insert(at, aten.transpose.int, (_stacked(at, [node.args[0] for node in weights]), 1, 2))  # type: ignore[misc]
     entries = [(node.args[0], *node.args[1:]) if node.target is aten.select.int else None for node in weights]
     whole = weights[0].args[0] if entries[0] is not None else None
     if isinstance(whole, fx.Node) and entries == [(whole, 0, place) for place in range(shape(whole)[0])]:

@@ -164,7 +164,7 @@ class _Unsorting:
         num_experts = shape(counts)[0]
         if counts.target is aten.histc.default:
             bounds = [argument(counts, name) for name in ("bins", "min", "max")]
-            if bounds != [num_experts, 0, num_experts - 1]:
+            if bounds[:2] != [num_experts, 0] or bounds[2] not in (num_experts - 1, num_experts):
                 return False
         elif counts.target is aten.scatter_add.default:  # as bincount is written out
             zeros, dim, ids, ones = counts.args
