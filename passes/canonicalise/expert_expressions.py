@@ -163,12 +163,12 @@ class ExpertRows:
     def _computed(self, nodes: Sequence[fx.Node]) -> fx.Node | None:
         """The same operator on rows of every expert."""
         first, at = nodes[0], self._at
-        if not all(_alike(first, node) for node in nodes):
+        if not all(alike(first, node) for node in nodes):
             return None
         rows: dict[fx.Node, fx.Node] = {}
         own: dict[fx.Node, list[fx.Node]] = {}
         seen: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        for operands in zip(*map(_operands, nodes)):
+        for operands in zip(*map(operands_of, nodes)):
             if seen.setdefault(operands[0], operands) != operands:
                 return None
             if operands[0] in self._picked:
@@ -238,7 +238,7 @@ def row_operators_of(rows: fx.Node, mask: fx.Node) -> tuple[object, ...]:
         node = stack.pop()
         if node in picked and node not in order:
             order[node] = None
-            stack += _operands(node)
+            stack += operands_of(node)
     return tuple(node.target for node in order)
 
 
@@ -310,9 +310,9 @@ def _stacked(at: fx.Node, weights: Sequence[fx.Node]) -> fx.Node:
     return insert(at, aten.stack.default, (list(weights),), dict(STACKED_BY_LOOP))
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
+def alike(one: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes call one operator with the same numbers, but for the numbers of their rows."""
-    if one.target is not other.target or len(_operands(one)) != len(_operands(other)):
+    if one.target is not other.target or len(operands_of(one)) != len(operands_of(other)):
         return False
     if one.target in (aten.reshape.default, aten.expand.default):
         return shape(one)[1:] == shape(other)[1:]
@@ -323,7 +323,7 @@ def _blank(node: fx.Node) -> None:
     return None
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def operands_of(node: fx.Node) -> list[fx.Node]:
     """The operands in the order of the call, with repeats."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
@@ -336,7 +336,7 @@ def same_value(one: fx.Node, other: fx.Node, depth: int = 4) -> bool:
         return True
     if not depth or one.op != "call_function" or not isinstance(one.target, OpOverload):
         return False
-    if not _alike(one, other) or is_random(one) or shape(one) != shape(other):
+    if not alike(one, other) or is_random(one) or shape(one) != shape(other):
         return False
-    pairs = zip(_operands(one), _operands(other))
+    pairs = zip(operands_of(one), operands_of(other))
     return all(same_value(left, right, depth - 1) for left, right in pairs)
