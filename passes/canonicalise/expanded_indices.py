@@ -1,7 +1,7 @@
 """Whole rows that are picked or added up by an index for each of their entries: as an index for each row.
 
-    x.gather(0, place[:, None].expand(-1, size))                   becomes x[place]
-    y.scatter_add(0, place[:, None].expand(-1, size), rows)        becomes y.index_add(0, place, rows)
+x.gather(0, place[:, None].expand(-1, size))                   becomes x[place]
+y.scatter_add(0, place[:, None].expand(-1, size), rows)        becomes y.index_add(0, place, rows)
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from torch import fx
 from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.expert_expressions import alike, operands_of, same_value
 from passes.canonicalise.fx import argument, aten, calls, insert, is_random, is_tensor, replace, shape, value
+from passes.canonicalise.routed_branches import routed_sum
 from passes.canonicalise.row_operators import is_pointwise, rebuild
 from passes.torch_compat.operators import OpOverload
 
@@ -47,12 +48,12 @@ def join_expert_branches(module: fx.GraphModule) -> None:
             base, terms = terms[0], terms[1:]
         else:
             base = None
-        if len(terms) < 2 or not all(map(_is_product, terms)):
+        if len(terms) < 2 or not all(map(_is_product, terms)) or _own_layers(terms) < _LAYERS:
             continue
-        joined = _joined(node, terms)
-        if joined is None or not _picks(terms):
+        place = _place_of_scores(terms)
+        total = None if place is None else routed_sum(node, terms, place) or _summed(node, terms)
+        if total is None:
             continue
-        total = insert(node, aten.sum.dim_IntList, (joined, [0]))
         keeps = base is not None and base.target not in _FILLED
         replace(node, insert(node, aten.add.Tensor, (base, total)) if keeps else total)
         changed = True
@@ -101,10 +102,20 @@ def _is_weighed(stack: fx.Node) -> bool:
     return is_weighed
 
 
-def _picks(terms: Sequence[fx.Node]) -> bool:
-    """Whether a factor of each term is what its number picks of the samples' values, not a result of linear layers."""
-    first: Any = terms[0]
-    return any(_own_layers([term.args[side] for term in terms]) == 0 for side in range(len(first.args)))  # type: ignore[misc]
+def _place_of_scores(terms: Sequence[fx.Node]) -> int | None:
+    """Which factor of each term is what its number picks of the samples' values, not a result of linear layers."""
+    factors: list[Any] = [term.args for term in terms]
+    for place in range(2):
+        picked = [pair[place] for pair in factors]
+        if all(isinstance(one, fx.Node) for one in picked) and _own_layers(picked) == 0:
+            return place
+    return None
+
+
+def _summed(at: fx.Node, terms: Sequence[fx.Node]) -> fx.Node | None:
+    """The sum of alike terms over experts, all of which compute all tokens."""
+    joined = _joined(at, terms)
+    return None if joined is None else insert(at, aten.sum.dim_IntList, (joined, [0]))
 
 
 def _joined(at: fx.Node, branches: Sequence[fx.Node]) -> fx.Node | None:
@@ -205,8 +216,8 @@ class _Branches:
         source, weight, bias = (argument(first, name) for name in ("input", "weight", "bias"))
         if weight not in own or len(shape(source)) + 2 > len(_LETTERS):
             return None
-        *lead, inner = _LETTERS[: len(shape(source))]
-        rows = "".join(lead)
+        rank = len(shape(source))
+        rows, inner = _LETTERS[: rank - 1], _LETTERS[rank - 1]
         source_letters = f"e{rows}{inner}" if source in own else f"{rows}{inner}"
         equation = f"{source_letters},eo{inner}->e{rows}o"
         product = insert(at, aten.einsum.default, (equation, [operands[source], operands[weight]]))

@@ -326,7 +326,9 @@ class UnitPrices:
             elements = self.pricing.local_elements(state.value, self.plan.states[state.path].placement)
             apart = tied_apart and state.value.kind == "parameter"
             expert = any(is_experts(self.nodes[name]) for name in self._readers(state.value.name))
-            expert |= EXPERT in names and shard_dim(self.plan.states[state.path].placement[names.index(EXPERT)]) is not None
+            expert |= (
+                EXPERT in names and shard_dim(self.plan.states[state.path].placement[names.index(EXPERT)]) is not None
+            )
             for unit in units if apart else units[:1]:
                 copies = [copy for owner, copy in users if owner == unit]
                 if copies[0] == 0:

@@ -1,4 +1,4 @@
-"""Experts that are planned operator by operator: what an axis ``ep`` cuts of mixtures that are no operator of their own.
+"""Experts that are planned operator by operator: what an axis ``ep`` cuts of mixtures that no operator stands for.
 
     buffers = einsum("bsec,bsh->ebch", dispatch, x)                    # places in each expert's buffer
     outputs = einsum("ebcf,efh->ebch", relu(einsum("ebch,ehf->ebcf", buffers, up)), down)
@@ -166,7 +166,9 @@ class _Finder:
             node, rule, factor = pending.pop()
             for name, dim in _with_factor(node.inputs, rule.inputs, factor):
                 maker = self.makers.get(name)
-                made = None if maker is None or maker.constant or name in self.states else self.rules(maker, self.values)
+                made = (
+                    None if maker is None or maker.constant or name in self.states else self.rules(maker, self.values)
+                )
                 if maker is None or made is None:
                     continue
                 place = [value.name for value in maker.outputs].index(name)

@@ -237,8 +237,8 @@ class Shardings:
 
 
 def _on_sample_axes(space: ShardingSpace, cut: Cut, name: str, label: str) -> dict[str, Labels]:
-    """The choice of an operator on the axes that divide samples: over ``ep`` experts exchange tokens, regions of experts
-    are cut along these, and what is computed from parameters alone may be cut as they are."""
+    """The choice of an operator on the axes that divide samples: over ``ep`` experts exchange tokens, a region of
+    experts is cut along these, and what is computed from parameters alone may be cut as they are."""
     if cut.expert == 1:
         return {DATA: label}
     if name in space.regions.labels:

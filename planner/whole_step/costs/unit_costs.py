@@ -16,10 +16,10 @@ from passes.autograd.recompute_policies import Activations, Recompute, kept_unde
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
 from passes.ir.types import Placement
-from passes.rules.expert_rules import is_experts
 from passes.losses import ChunkedUnits, Placed, strategies
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
+from passes.rules.expert_rules import is_experts
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
