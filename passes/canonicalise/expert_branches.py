@@ -26,6 +26,8 @@ from passes.torch_compat.operators import OpOverload
 
 #: How many linear layers of its own an expert has at least.
 _LAYERS = 2
+#: Operators of an expert that are looked at for these.
+_MOST = 256
 _FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 #: What a stack of experts' results meets scores in.
 _WEIGHED_BY = (aten.mul.Tensor, aten.einsum.default, aten.matmul.default, aten.bmm.default, aten.gather.default)
@@ -127,18 +129,19 @@ def _joined(at: fx.Node, branches: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _own_layers(branches: Sequence[fx.Node]) -> int:
-    """How many linear layers lie behind the first branch that the second does not have too."""
+    """How many linear layers lie shortly behind the first branch that do not behind the second."""
     behind = [_behind(branch) for branch in branches[:2]]
     return sum(node.target is aten.linear.default for node in behind[0] - behind[1])
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:
-    pending, reached = [node], {node}
-    while pending:
-        for one in pending.pop().all_input_nodes:
-            if one not in reached:
-                reached.add(one)
-                pending.append(one)
+    """What a node is computed from, nearest first, up to a number of operators."""
+    in_order, reached = [node], {node}
+    for one in in_order:  # which grows
+        for operand in one.all_input_nodes:
+            if operand not in reached and len(reached) < _MOST:
+                reached.add(operand)
+                in_order.append(operand)
     return reached
 
 

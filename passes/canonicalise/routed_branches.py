@@ -48,7 +48,7 @@ def routed_sum(at: fx.Node, terms: Sequence[fx.Node], place: int) -> fx.Node | N
     branches = [pair[1 - place] for pair in factors]
     if choices is None or shape(branches[0])[:-1] != shape(choices.ids)[:-1]:
         return None
-    rows = _Rows(at, choices.ids).rows(branches)
+    rows = _ChosenRows(at, choices.ids).rows(branches)
     if rows is None:
         return None
     product = insert(at, aten.mul.Tensor, (rows, insert(at, aten.unsqueeze.default, (choices.scores, -1))))
@@ -116,7 +116,7 @@ def _of_columns(at: fx.Node, columns: Sequence[Any]) -> Choices | None:
     return None if sparse is None else Choices(sparse.ids, insert(at, aten.gather.default, (whole, last, sparse.ids)))
 
 
-class _Rows:
+class _ChosenRows:
     """Alike expressions, one for each expert, as one of each token's choices: [*tokens, choices, …]."""
 
     def __init__(self, at: fx.Node, ids: fx.Node) -> None:

@@ -59,7 +59,7 @@ class keep_float64(TorchFunctionMode):
             return self._cast(func, name, args, kwargs)
         if wide and name in _GROUPED and _is_plain(args, kwargs):
             is_traced = args[0].is_meta or isinstance(kwargs["offs"], FakeTensor)
-            function = torch.ops.meshwright.grouped_products if is_traced else grouped_products
+            function: Any = torch.ops.meshwright.grouped_products if is_traced else grouped_products
             return function(*args, kwargs["offs"])
         if self._new_too and (source is None or not (source.is_floating_point or source.is_complex)):
             return self._made(func, name, args, kwargs)

@@ -46,7 +46,7 @@ class ExpertRegions:
 
 
 @dataclass
-class _Region:
+class ExpertRegion:
     """One region as it grows. ``dims``: value → its dim of experts."""
 
     num_experts: int
@@ -83,7 +83,7 @@ class _Finder:
                 self.users.setdefault(name, []).append(node)
         self.constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
 
-    def regions(self) -> Iterator[_Region]:
+    def regions(self) -> Iterator[ExpertRegion]:
         """One region after the other, whether there is routing in it or not."""
         seen: set[str] = set()
         for node in self.graph.nodes:
@@ -92,20 +92,20 @@ class _Finder:
                 continue
             rule = self.rules(node, self.values)
             assert rule is not None
-            region = _Region(rule.sizes[factor], is_routed=node.op == EXPERT_LINEAR)
+            region = ExpertRegion(rule.sizes[factor], is_routed=node.op == EXPERT_LINEAR)
             self._grow(region, node, factor)
             seen |= set(region.labels)
             yield region
 
     def _expert_factor(self, node: Node) -> str | None:
         """The factor of a product along which rows and matrices of parameters go together."""
+        if node.constant or node.op not in (EXPERT_LINEAR, *_PRODUCTS):
+            return None
         rule = self.rules(node, self.values)
-        if rule is None or node.constant:
+        if rule is None:
             return None
         if node.op == EXPERT_LINEAR:
             return EXPERT if EXPERT in rule.sizes and node.inputs[2] in self.states else None
-        if node.op not in _PRODUCTS:
-            return None
         weights = [dims for name, dims in zip(node.inputs, rule.inputs) if name in self.states]
         rows = [dims for name, dims in zip(node.inputs, rule.inputs) if self._is_of_samples(name)]
         if not weights or not rows:
@@ -116,7 +116,7 @@ class _Finder:
     def _is_of_samples(self, name: str) -> bool:
         return name not in self.states and name not in self.constants
 
-    def _grow(self, region: _Region, node: Node, factor: str) -> None:
+    def _grow(self, region: ExpertRegion, node: Node, factor: str) -> None:
         """Take ``node`` into the region, then its users that keep the dim of experts, and what gives it its rows."""
         pending = [(node, factor)]
         while pending:
@@ -146,7 +146,7 @@ class _Finder:
         )
         return next((choice.label for choice in choices if choice.factor == factor), None)
 
-    def _followers(self, region: _Region, name: str, dim: int) -> Iterator[tuple[Node, str]]:
+    def _followers(self, region: ExpertRegion, name: str, dim: int) -> Iterator[tuple[Node, str]]:
         """Users of a value with a dim of experts, and their factor of that dim; that some cannot be cut may show that
         they choose among experts."""
         for user in self.users.get(name, ()):
@@ -181,7 +181,7 @@ class _Finder:
                 if carried.issuperset(rows):
                     pending.append((maker, made, factors[0]))
 
-    def _meets_samples(self, region: _Region, node: Node) -> bool:
+    def _meets_samples(self, region: ExpertRegion, node: Node) -> bool:
         """Whether an operator behind a product of experts takes something else of samples that knows the experts."""
         rule = self.rules(node, self.values)
         assert rule is not None
