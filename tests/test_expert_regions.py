@@ -9,7 +9,9 @@ from torch import nn
 import planner
 import runtime.kernels  # noqa: F401  (registers the fused operators)
 from passes.fuse import fuse
+from passes.ir.graph import Node, Value
 from passes.rules.expert_rules import is_experts
+from passes.rules.kinds import matmul_shape
 from tests.capture_parity import assert_parity
 from tests.expert_families import ByHand, CapacityDispatch, MaskedLoop, family_batch
 from tests.expert_regions import (
@@ -72,3 +74,19 @@ def test_buffers_of_experts_travel_in_four_all_to_alls() -> None:
 def test_matrices_of_groups_that_nothing_routes_to_are_no_experts() -> None:
     with pytest.raises(ValueError, match="the model has no experts that ep could cut: such are products of tokens"):
         planner.plan(by_hand(BlockDiagonal), mesh="ep=2", example_inputs=family_batch())
+
+
+@pytest.mark.parametrize(
+    ("equation", "operands", "shape"),
+    [
+        ("bsi,eoi->ebso", [(8, 6, 16), (4, 12, 16)], (1, 48, 48, 16)),
+        ("ebch,ehf->ebcf", [(4, 8, 3, 16), (4, 16, 12)], (4, 24, 12, 16)),
+        ("bsec,bsh->ebch", [(8, 6, 4, 3), (8, 6, 16)], (8, 12, 16, 6)),
+    ],
+)
+def test_an_einsum_is_priced_as_the_product_that_it_is(
+    equation: str, operands: list[tuple[int, ...]], shape: tuple[int, ...]
+) -> None:
+    """(batch, m, n, k), from the letters."""
+    node = Node("product", "aten.einsum.default", (equation,), {}, (Value("product", (), "float32"),))
+    assert matmul_shape(node, operands, ()) == shape
