@@ -46,6 +46,7 @@ def test_what_each_token_chooses_becomes_experts(layer: type[nn.Module], shapes:
     graph = fuse(assert_parity(by_hand(layer), kwargs=family_batch())).graph
     assert [node.output.shape for node in graph.nodes if is_experts(node)] == shapes
     assert not [node.op for node in graph.nodes if "sort" in node.op or "expert_linear" in node.op]
+    assert not [node.op for node in graph.nodes if "ones_like" in node.op and node.output.requires_grad]
 
 
 @pytest.mark.parametrize(
