@@ -91,3 +91,11 @@ def test_an_einsum_is_priced_as_the_product_that_it_is(
     """(batch, m, n, k), from the letters."""
     node = Node("product", "aten.einsum.default", (equation,), {}, (Value("product", (), "float32"),))
     assert matmul_shape(node, operands, ()) == shape
+
+
+@pytest.mark.parametrize("layer", [CapacityDispatch, SoftStack])
+def test_a_region_of_experts_is_priced_by_the_audit_alike(layer: type[nn.Module]) -> None:
+    """Stacked experts are cut over ep; those that are modules of their own are whole, and reduced over it."""
+    model = by_hand(layer)
+    plan = planner.plan(model, mesh="dp=2,ep=2", example_inputs=family_batch(), fix={"zero": 1})
+    assert planner.audit(plan, model, example_inputs=family_batch()).ok

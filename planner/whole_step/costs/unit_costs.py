@@ -15,7 +15,7 @@ from passes.autograd.peak import working_peak
 from passes.autograd.recompute_policies import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
-from passes.ir.types import Placement
+from passes.ir.types import Placement, shard_dim
 from passes.losses import ChunkedUnits, Placed, strategies
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
@@ -24,7 +24,7 @@ from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
-from planner.whole_step.costs.step_prices import weight_share
+from planner.whole_step.costs.step_prices import EXPERT, weight_share
 from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight, on_host
 
 #: The policy of ``passes.autograd.recompute_policies`` on which each policy of the planner's own rests.
@@ -184,10 +184,19 @@ class _FigureReader:
                     value.requires_grad,
                     users,
                     shared,
-                    self._feeds_experts(stream),
+                    self._feeds_experts(stream) and not self._is_whole(value, where),
                 )
             )
         return by_unit
+
+    def _is_whole(self, value: Value, where: Placement) -> bool:
+        """Whether a parameter of a region of experts is whole on their axis: one of a module of its own."""
+        names = self.variant.cut.mesh.names
+        return (
+            value.name in self.space.regions.parameters
+            and EXPERT in names
+            and shard_dim(where[names.index(EXPERT)]) is None
+        )
 
     def _feeds_experts(self, stream: ValueStream) -> bool:
         """Whether a state is a mixture's experts, directly or through views and casts."""
