@@ -19,6 +19,8 @@ from passes.canonicalise.dense_experts import route_dense_experts
 from passes.canonicalise.elementwise_checks import check_each_element
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
+from passes.canonicalise.expanded_indices import index_whole_rows
+from passes.canonicalise.expert_branches import join_expert_branches
 from passes.canonicalise.expert_gates import join_expert_gates
 from passes.canonicalise.expert_loops import gather_expert_loops
 from passes.canonicalise.expert_rows import expert_linear
@@ -94,8 +96,10 @@ def canonicalise(
     drop_tests_of_bounded_ids(module)
     drop_dead_code(module)
     split_cross_entropy(module)
+    index_whole_rows(module)
     gather_expert_loops(module, picked or {}, left_out=left_out)
     join_expert_gates(module)
+    join_expert_branches(module)
     unsort_experts(module)
     name_gathered_experts(module)
     route_dense_experts(module)

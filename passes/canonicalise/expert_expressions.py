@@ -163,12 +163,12 @@ class ExpertRows:
     def _computed(self, nodes: Sequence[fx.Node]) -> fx.Node | None:
         """The same operator on rows of every expert."""
         first, at = nodes[0], self._at
-        if not all(_alike(first, node) for node in nodes):
+        if not all(alike(first, node) for node in nodes):
             return None
         rows: dict[fx.Node, fx.Node] = {}
         own: dict[fx.Node, list[fx.Node]] = {}
         seen: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        for operands in zip(*map(_operands, nodes)):
+        for operands in zip(*map(operands_of, nodes)):
             if seen.setdefault(operands[0], operands) != operands:
                 return None
             if operands[0] in self._picked:
@@ -219,7 +219,8 @@ class ExpertRows:
         if source is None or weight is None or len(shape(weight)) != 3 or len(shape(args[0])) != 2:
             return None
         if first.target is not aten.linear.default:
-            weight = insert(at, aten.transpose.int, (weight, 1, 2))
+            is_turned = weight.target is aten.transpose.int and weight.args[1:] == (1, 2)
+            weight = weight.args[0] if is_turned else insert(at, aten.transpose.int, (weight, 1, 2))  # type: ignore[assignment]
         product = insert(at, expert_linear, (source, ids, weight))
         bias = argument(first, "bias") if first.target is aten.linear.default else None
         if bias is None:
@@ -237,7 +238,7 @@ def row_operators_of(rows: fx.Node, mask: fx.Node) -> tuple[object, ...]:
         node = stack.pop()
         if node in picked and node not in order:
             order[node] = None
-            stack += _operands(node)
+            stack += operands_of(node)
     return tuple(node.target for node in order)
 
 
@@ -300,6 +301,8 @@ def _of_choices(table: fx.Node, expert: int) -> tuple[fx.Node, fx.Node] | None:
 
 def _stacked(at: fx.Node, weights: Sequence[fx.Node]) -> fx.Node:
     """The experts' weights as one tensor: that of which they are entries, or all of them beside each other."""
+    if all(node.target is aten.transpose.int and len(shape(node)) == 2 for node in weights):
+        return insert(at, aten.transpose.int, (_stacked(at, [node.args[0] for node in weights]), 1, 2))  # type: ignore[misc]
     entries = [(node.args[0], *node.args[1:]) if node.target is aten.select.int else None for node in weights]
     whole = weights[0].args[0] if entries[0] is not None else None
     if isinstance(whole, fx.Node) and entries == [(whole, 0, place) for place in range(shape(whole)[0])]:
@@ -307,9 +310,9 @@ def _stacked(at: fx.Node, weights: Sequence[fx.Node]) -> fx.Node:
     return insert(at, aten.stack.default, (list(weights),), dict(STACKED_BY_LOOP))
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
+def alike(one: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes call one operator with the same numbers, but for the numbers of their rows."""
-    if one.target is not other.target or len(_operands(one)) != len(_operands(other)):
+    if one.target is not other.target or len(operands_of(one)) != len(operands_of(other)):
         return False
     if one.target in (aten.reshape.default, aten.expand.default):
         return shape(one)[1:] == shape(other)[1:]
@@ -320,7 +323,7 @@ def _blank(node: fx.Node) -> None:
     return None
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def operands_of(node: fx.Node) -> list[fx.Node]:
     """The operands in the order of the call, with repeats."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
@@ -333,7 +336,7 @@ def same_value(one: fx.Node, other: fx.Node, depth: int = 4) -> bool:
         return True
     if not depth or one.op != "call_function" or not isinstance(one.target, OpOverload):
         return False
-    if not _alike(one, other) or is_random(one) or shape(one) != shape(other):
+    if not alike(one, other) or is_random(one) or shape(one) != shape(other):
         return False
-    pairs = zip(_operands(one), _operands(other))
+    pairs = zip(operands_of(one), operands_of(other))
     return all(same_value(left, right, depth - 1) for left, right in pairs)

@@ -95,7 +95,7 @@ def routed_tokens(
     distinct = not rest or (choices.dims[rest[0]] == rank - 1 and are_distinct(ids))
     if first:
         ids = insert(at, aten.sub.Scalar, (ids, first))
-    if not _below(ids, len(masks)):
+    if not are_below(ids, len(masks)):
         inside = insert(at, aten.bitwise_and.Tensor, (
             insert(at, aten.ge.Scalar, (ids, 0)), insert(at, aten.lt.Scalar, (ids, len(masks)))
         ))  # fmt: skip
@@ -225,7 +225,7 @@ def are_distinct(ids: fx.Node) -> bool:
     return argument(node.args[0], "dim") in (-1, len(shape(node)) - 1)
 
 
-def _below(ids: fx.Node, count: int) -> bool:
+def are_below(ids: fx.Node, count: int) -> bool:
     """Whether ids are places along a dim of ``count`` entries."""
     node: Any = ids
     while node.target in (aten.reshape.default, aten.select.int, aten.slice.Tensor, *_CASTS):

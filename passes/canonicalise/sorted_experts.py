@@ -22,6 +22,7 @@ from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape
 from passes.canonicalise.repeated_rows import repeated, repetitions
 from passes.canonicalise.row_operators import rebuild
+from passes.torch_compat import grouped_products as _operator  # noqa: F401
 
 _SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 _FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
@@ -33,7 +34,8 @@ def grouped_products() -> tuple[Any, ...]:
     """Operators ``(rows, weight[experts, in, out], ends)`` that multiply groups of rows by a matrix each."""
     library = getattr(torch.ops, "transformers", None)
     packet = getattr(library, "grouped_mm_fallback", None)
-    return (aten._grouped_mm.default, *((packet.default,) if packet is not None else ()))
+    ours = torch.ops.meshwright.grouped_products.default
+    return (aten._grouped_mm.default, ours, *((packet.default,) if packet is not None else ()))
 
 
 def unsort_experts(module: fx.GraphModule) -> None:
@@ -164,7 +166,7 @@ class _Unsorting:
         num_experts = shape(counts)[0]
         if counts.target is aten.histc.default:
             bounds = [argument(counts, name) for name in ("bins", "min", "max")]
-            if bounds != [num_experts, 0, num_experts - 1]:
+            if bounds[:2] != [num_experts, 0] or bounds[2] not in (num_experts - 1, num_experts):
                 return False
         elif counts.target is aten.scatter_add.default:  # as bincount is written out
             zeros, dim, ids, ones = counts.args

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from passes.canonicalise.fx import argument, aten, shape
+from passes.canonicalise.fx import argument, aten, is_tensor, shape
 
 
 @dataclass(frozen=True)
 class SparseScores:
-    """Scores [tokens, experts] that are zero for all experts but those in ``ids``.
+    """Scores [*tokens, experts] that are zero for all experts but those in ``ids``.
 
     Attributes:
-        ids: [tokens, choices], each another expert.
+        ids: [*tokens, choices], each another expert.
     """
 
     node: fx.Node
@@ -24,26 +25,31 @@ class SparseScores:
 
     @property
     def num_tokens(self) -> int:
-        return shape(self.node)[0]
+        return math.prod(shape(self.node)[:-1])
 
     @property
     def num_experts(self) -> int:
-        return shape(self.node)[1]
+        return shape(self.node)[-1]
 
 
 def sparse_scores(node: Any) -> SparseScores | None:
     """What ``node`` is, if it is what the best choices were scattered into; None for other values."""
-    if not isinstance(node, fx.Node) or len(shape(node)) != 2:
+    if not isinstance(node, fx.Node) or not is_tensor(node) or len(shape(node)) < 2:
         return None
+    rank = len(shape(node))
     source: Any = node
     is_squashed = False
     while isinstance(source, fx.Node) and source.target in (aten.to.dtype, *_SQUASHES):
         if source.target in _SQUASHES:
-            if source.target is aten.softmax.int and argument(source, "dim") % 2 != 1:
+            if source.target is aten.softmax.int and argument(source, "dim") % rank != rank - 1:
                 return None
             is_squashed = True
         source = source.args[0]
-    if not isinstance(source, fx.Node) or source.target is not aten.scatter.src or argument(source, "dim") % 2 != 1:
+    if (
+        not isinstance(source, fx.Node)
+        or source.target is not aten.scatter.src
+        or argument(source, "dim") % rank != rank - 1
+    ):
         return None
     base, ids = source.args[0], source.args[2]
     if _fill(base) != (float("-inf") if is_squashed else 0.0) or not _are_best(ids):
@@ -64,7 +70,7 @@ def _are_best(ids: Any) -> bool:
     if not isinstance(ids, fx.Node) or ids.target is not operator.getitem or ids.args[1] != 1:
         return False
     best: Any = ids.args[0]
-    return best.target is aten.topk.default and argument(best, "dim") % 2 == 1 and len(shape(ids)) == 2
+    return best.target is aten.topk.default and argument(best, "dim") % len(shape(ids)) == len(shape(ids)) - 1
 
 
 #: Functions that are zero at minus infinity, as is their derivative.

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from passes.torch_compat.grouped_products import grouped_products
 from passes.torch_compat.operators import tree_leaves, tree_map
+from passes.torch_compat.tensor_fields import FakeTensor
 
 _CASTS = ("to", "float", "type", "type_as")
 #: Functions that read another dtype out of the same bytes.
 _OF_BITS = ("view", "frombuffer")
+#: Products that torch has in narrower floats alone.
+_GROUPED = ("grouped_mm", "_grouped_mm")
 #: Functions that take the dtype to compute in.
 _WITH_DTYPE = ("softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
 #: Functions that take floats of one dtype alone, where others promote: a model that casts both would have cast both.
@@ -26,7 +30,8 @@ class keep_float64(TorchFunctionMode):
     """Inside the block, a float64 tensor stays float64 where the model asks for a narrower float.
 
     For verification alone: run the reference and the capture inside it. Hugging Face models cast logits, norms and
-    softmax to float32, which rounds a float64 model at 1e-7 in places that depend on the order of summation.
+    softmax to float32, which rounds a float64 model at 1e-7 in places that depend on the order of summation. Grouped
+    products, which torch lacks in float64, are computed one after the other.
 
     Args:
         new_too: floats that the model makes, of a size or of whole numbers, are float64 as well, whatever dtype it
@@ -58,6 +63,10 @@ class keep_float64(TorchFunctionMode):
         wide = source == torch.float64
         if wide and name in _CASTS:
             return self._cast(func, name, args, kwargs)
+        if wide and name in _GROUPED and _is_plain(args, kwargs):
+            is_traced = args[0].is_meta or isinstance(kwargs["offs"], FakeTensor)
+            function: Any = torch.ops.meshwright.grouped_products if is_traced else grouped_products
+            return function(*args, kwargs["offs"])
         if self._new_too and (source is None or not (source.is_floating_point or source.is_complex)):
             return self._made(func, name, args, kwargs)
         if wide and name in _WITH_DTYPE:
@@ -91,6 +100,12 @@ class keep_float64(TorchFunctionMode):
 
 def _wide(entry: Any) -> Any:
     return entry.double() if isinstance(entry, torch.Tensor) and _narrow(entry.dtype) else entry
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a grouped product is of sorted rows and a matrix for each group, and of no bias."""
+    is_of_rows = len(args) == 2 and [operand.ndim for operand in args] == [2, 3]
+    return is_of_rows and kwargs.get("offs") is not None and kwargs.get("bias") is None
 
 
 def _widest(entry: Any) -> Any:

@@ -16,6 +16,8 @@ from passes.rules.operator_call import schema_of
 
 #: Shape and dtype.
 Spec = tuple[tuple[int, ...], str]
+#: Operators whose values do not depend on those of their operands.
+_CONSTANT = frozenset(("aten.ones_like.default", "aten.zeros_like.default"))
 _output_specs: RecentResults[tuple[Spec, ...]] = RecentResults(4096)
 
 
@@ -77,7 +79,7 @@ def outputs_of(
     numbered = map_refs((tuple(args), dict(kwargs)), lambda _: Ref(str(next(places))))
     input_specs = tuple((value.shape, value.dtype) for value in inputs)
     specs = _output_specs.get((op, repr(numbered), input_specs), lambda: _specs(op, numbered, input_specs))
-    grad = any(value.requires_grad for value in inputs)
+    grad = any(value.requires_grad for value in inputs) and op not in _CONSTANT
     names = [name] if len(specs) == 1 else [f"{name}_{place}" for place in range(len(specs))]
     return tuple(
         Value(output_name, shape, dtype, requires_grad=grad) for output_name, (shape, dtype) in zip(names, specs)

@@ -21,7 +21,10 @@ _PER_EXPERT = {"aten.stack.default": 1, "aten.cat.default": 2}
 EXPERT, INNER, TOKENS, PARALLEL = "e", "f", "t", "p"
 #: Activations whose first product has two rows for an inner entry, and how these lie.
 BEHIND, IN_TURNS = "behind", "in turns"
-GATED = {"swiglu": BEHIND, "geglu": BEHIND, "geglu_tanh": BEHIND, "swiglu_clamped": IN_TURNS}
+GATED = {
+    **dict.fromkeys(("swiglu", "geglu", "geglu_tanh", "reglu", "glu"), BEHIND),
+    "swiglu_clamped": IN_TURNS,
+}
 
 
 def exchange_label(label: str) -> str:

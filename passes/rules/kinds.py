@@ -51,6 +51,9 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
         rows = math.prod(output[:-1])
         groups = max(1, min(experts, rows))
         return groups, max(1, rows // groups), outside, inside
+    by_letters = _einsum_shape(node, inputs)
+    if by_letters is not None:
+        return by_letters
     matrices = [shape for shape in inputs if len(shape) >= 2] or [(1, 1)]
     first = matrices[1] if node.op.startswith(("aten.addmm", "aten.baddbmm")) and len(matrices) > 2 else matrices[0]
     weights = [shape for shape in matrices if len(shape) == 2]
@@ -60,3 +63,17 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
         return 1, rows, n, first[-1]
     batch = math.prod(output[:-2])
     return batch, rows // max(1, batch), n, first[-1]
+
+
+def _einsum_shape(node: Node, inputs: Sequence[tuple[int, ...]]) -> tuple[int, int, int, int] | None:
+    """The same of an einsum of two operands: what both and the result have, one of them and the result, both alone."""
+    equation = node.args[0] if node.op == "aten.einsum.default" else None
+    left, arrow, result = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    operands = left.split(",")
+    if not arrow or len(operands) != 2 or len(inputs) != 2 or "." in left:
+        return None
+    sizes = {letter: size for letters, shape in zip(operands, inputs) for letter, size in zip(letters, shape)}
+    first, second, kept = set(operands[0]), set(operands[1]), set(result)
+    groups = ((first & second & kept), (first & kept) - second, (second & kept) - first, (first & second) - kept)
+    batch, m, n, k = (math.prod(sizes[letter] for letter in group) for group in groups)
+    return batch, m, n, k

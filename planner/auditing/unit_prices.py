@@ -21,7 +21,7 @@ from passes.autograd.recompute_policies import Activations, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.conversions import step_between
 from passes.ir.graph import Graph, Value
-from passes.ir.types import Placement
+from passes.ir.types import Placement, shard_dim
 from passes.losses import Placed, strategies
 from passes.plan import Plan
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
@@ -315,6 +315,7 @@ class UnitPrices:
         joins the ends of the pipeline on one rank, the last unit has what the first has.
         """
         states: dict[int, list[StateOfUnit]] = {index: [] for index in range(len(self.units))}
+        names = self.pricing.mesh.names
         for state in self.graph.states:
             if state.value.kind not in ("parameter", "buffer"):
                 continue
@@ -325,6 +326,9 @@ class UnitPrices:
             elements = self.pricing.local_elements(state.value, self.plan.states[state.path].placement)
             apart = tied_apart and state.value.kind == "parameter"
             expert = any(is_experts(self.nodes[name]) for name in self._readers(state.value.name))
+            expert |= (
+                EXPERT in names and shard_dim(self.plan.states[state.path].placement[names.index(EXPERT)]) is not None
+            )
             for unit in units if apart else units[:1]:
                 copies = [copy for owner, copy in users if owner == unit]
                 if copies[0] == 0:

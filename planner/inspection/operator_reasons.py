@@ -13,6 +13,7 @@ from cost_models.unequal_devices import refuse_unequal
 from passes.ir.graph import Graph, Node
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds, format_table, table_in_width
+from passes.rules import rule_for
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import INVARIANT, REPLICATE
 from planner.auditing.graph_walk import Charge
@@ -23,7 +24,8 @@ from planner.sharding_ilp.assignment import Assignment
 from planner.sharding_ilp.constraints import match
 from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_problem import Element
-from planner.whole_step.costs.step_prices import DATA, EXPERT, weight_share
+from planner.whole_step.costs.expert_regions import expert_regions
+from planner.whole_step.costs.step_prices import DATA, EXPERT, state_derived, weight_share
 
 #: Share by which bytes may exceed their limit, for rounding.
 ROUNDING = 1e-9
@@ -188,6 +190,7 @@ class _Explainer:
         self.ledger: ObjectiveLedger = objective_ledger(graph, plan, cluster)
         #: Axes on which there is nothing to choose: those that divide the samples of a whole step.
         self.settled = (DATA, EXPERT) if plan.step.decides_units else ()
+        self.regions = expert_regions(graph, state_derived(graph), rules=rule_for)
         self.nodes = {node.name: node for node in graph.nodes}
         runs = self.ledger.priced.walk.runs
         self.first = {name: first for run in runs for copy in run.copies for name, first in zip(copy, run.copies[0])}
@@ -257,12 +260,18 @@ class _Explainer:
             for axis, label, size in zip(self.plan.mesh.names, labels, self.plan.mesh.sizes)
             if size > 1 and label not in (REPLICATE, INVARIANT)
         }
-        experts = ["experts over ep"] if is_experts(node) and EXPERT in self.settled and EXPERT in cuts else []
+        experts = ["experts over ep"] if EXPERT in self.settled and self._cuts_experts(node, cuts) else []
         searched = [f"{axis}: {cut}" for axis, cut in cuts.items() if axis not in self.settled]
         samples = [axis for axis in cuts if axis in self.settled and not (experts and axis == EXPERT)]
         if experts or searched or not samples:
             return ", ".join([*experts, *searched]) or "not cut"
         return f"samples over {', '.join(samples)}"
+
+    def _cuts_experts(self, node: Node, cuts: Mapping[str, str]) -> bool:
+        """Whether the axis of experts cuts these of an operator, rather than its samples."""
+        if EXPERT not in cuts:
+            return False
+        return is_experts(node) or self.regions.labels.get(node.name) == f"cut {cuts[EXPERT]}"
 
     # -- what there might be ------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from planner.sharding_ilp.sharding_prices import Collective, Pricing
 
 RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
 FlopsOf = Callable[[Node, Mapping[str, Value]], float]
+#: The label of a choice, or those of several.
+Labels = str | frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,12 @@ class OperatorChoices:
             self._facts[node.name] = (self.rule_for(node, self.values), self.flops_of(node, self.values))
         return self._facts[node.name]
 
-    def ways(self, node: Node, mesh: MeshShape, *, fixed: Mapping[str, str] | None = None) -> tuple[JointChoice, ...]:
+    def ways(
+        self, node: Node, mesh: MeshShape, *, fixed: Mapping[str, Labels] | None = None
+    ) -> tuple[JointChoice, ...]:
         """Every combination of choices over axes of more than one device (those of one have nothing to choose).
 
-        ``fixed`` names the one choice (by label) that such an axis is left with.
+        ``fixed`` names the one choice (by label) that such an axis is left with, or the few.
         """
         label_of = fixed or {}
         several = tuple(size > 1 for size in mesh.sizes)
@@ -108,7 +112,7 @@ class OperatorChoices:
         if key not in self._ways:
             choices = offered(node, self.values, self.facts(node)[0], mesh)
             per_axis = [
-                [choice for choice in offered_on_axis if not many or choice.label == label_of.get(name, choice.label)]
+                [choice for choice in offered_on_axis if not many or _is_allowed(choice.label, label_of.get(name))]
                 for offered_on_axis, name, many in zip(choices, mesh.names, several)
             ]
             rule = self.facts(node)[0]
@@ -137,7 +141,7 @@ def operator_options(
     *,
     live: bool,
     saved: Sequence[bool],
-    fixed: Mapping[str, str] | None = None,
+    fixed: Mapping[str, Labels] | None = None,
 ) -> list[Option]:
     """All options of an operator in which axes can cut factors and tensors so, and that finite seconds suffice for; of
     several that give the same placements only the cheapest.
@@ -167,6 +171,12 @@ def operator_options(
         if option.seconds < (math.inf if cheapest is None else cheapest.seconds):
             best[inputs, outputs] = option
     return list(best.values())
+
+
+def _is_allowed(label: str, allowed: Labels | None) -> bool:
+    if allowed is None:
+        return True
+    return label == allowed if isinstance(allowed, str) else label in allowed
 
 
 def keeps_buffer(where: Placement, held: Placement) -> bool:

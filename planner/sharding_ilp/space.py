@@ -9,6 +9,7 @@ from passes.ir.conversions import divides
 from passes.ir.graph import Value
 from passes.ir.types import MeshShape, Placement, R, SpmdType, shard, shard_dim
 from planner.sharding_ilp.options import (
+    Labels,
     OperatorChoices,
     Option,
     keeps_buffer,
@@ -29,12 +30,12 @@ class Roles:
     """What axes are for, where that is settled before the search.
 
     Attributes:
-        fixed: by node name, the label of the one choice that an axis is left with.
+        fixed: by node name, the label of the one choice that an axis is left with, or of the few.
         whole_states: axes on which parameters are stored whole (who divides them over such an axis decides elsewhere).
         used_states: axes on which parameters are stored as they are used: cut where some use cuts them, else whole.
     """
 
-    fixed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    fixed: Mapping[str, Mapping[str, Labels]] = field(default_factory=dict)
     whole_states: Collection[str] = ()
     used_states: Collection[str] = ()
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from runtime.kernels import gated
 from runtime.kernels.activations import PLAIN, SILU, activation_gradient
 from runtime.kernels.dispatch import runs_triton
 from runtime.kernels.library import in_dtype, wide
+
+_aten: Any = torch.ops.aten
 
 #: GPT-OSS: where the two halves are clamped, and the factor in its sigmoid (OpenAI, "gpt-oss model card", 2025).
 CLAMP, SHARPNESS = 7.0, 1.702
@@ -59,6 +63,28 @@ def _gated(name: str) -> ExpertActivation:
     )
 
 
+def _gated_by(
+    function: Callable[[torch.Tensor], torch.Tensor], slope: Callable[[torch.Tensor], torch.Tensor]
+) -> ExpertActivation:
+    """``function(gate) * up``, with the slope of ``function`` at a gate."""
+
+    def definition(hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        return function(gate) * up
+
+    def gradient(grad: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = wide(hidden).chunk(2, dim=-1)
+        parts = (wide(grad) * up * slope(gate), wide(grad) * function(gate))
+        return in_dtype(torch.cat(parts, dim=-1), hidden.dtype)
+
+    return ExpertActivation(lambda hidden: in_dtype(definition(wide(hidden)), hidden.dtype), gradient, definition, 2)
+
+
+def _sigmoid_slope(gate: torch.Tensor) -> torch.Tensor:
+    share = torch.sigmoid(gate)
+    return share * (1 - share)
+
+
 def _clamped_definition(hidden: torch.Tensor) -> torch.Tensor:
     gate, up = hidden[..., 0::2].clamp(max=CLAMP), hidden[..., 1::2].clamp(-CLAMP, CLAMP)
     return (up + 1) * gate * torch.sigmoid(SHARPNESS * gate)
@@ -89,6 +115,13 @@ def _plain(name: str) -> ExpertActivation:
     return ExpertActivation(PLAIN[name], partial(_plain_gradient, name=name), PLAIN[name])
 
 
+def _with_gradient(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> ExpertActivation:
+    return ExpertActivation(function, gradient, function)
+
+
 def _squared_relu(hidden: torch.Tensor) -> torch.Tensor:
     return torch.relu(hidden) ** 2
 
@@ -98,10 +131,19 @@ ACTIVATIONS: dict[str, ExpertActivation] = {
     "swiglu": _gated(SILU),
     "geglu": _gated("gelu"),
     "geglu_tanh": _gated("gelu_tanh"),
+    "reglu": _gated_by(torch.relu, lambda gate: (gate > 0).to(gate.dtype)),
+    "glu": _gated_by(torch.sigmoid, _sigmoid_slope),
     "swiglu_clamped": ExpertActivation(_clamped_value, _clamped_gradient, _clamped_definition, 2, interleaved=True),
     "silu": _plain(SILU),
     "gelu": _plain("gelu"),
     "gelu_tanh": _plain("gelu_tanh"),
-    "relu": ExpertActivation(torch.relu, lambda grad, hidden: grad * (hidden > 0), torch.relu),
-    "relu2": ExpertActivation(_squared_relu, lambda grad, hidden: grad * 2 * torch.relu(hidden), _squared_relu),
+    "relu": _with_gradient(torch.relu, lambda grad, hidden: grad * (hidden > 0)),
+    "relu2": _with_gradient(_squared_relu, lambda grad, hidden: grad * 2 * torch.relu(hidden)),
+    "tanh": _with_gradient(torch.tanh, lambda grad, hidden: _aten.tanh_backward(grad, torch.tanh(hidden))),
+    "leaky_relu": _with_gradient(
+        F.leaky_relu, lambda grad, hidden: _aten.leaky_relu_backward(grad, hidden, 0.01, False)
+    ),
+    "elu": _with_gradient(F.elu, lambda grad, hidden: _aten.elu_backward(grad, 1.0, 1.0, 1.0, False, hidden)),
+    "mish": _with_gradient(F.mish, _aten.mish_backward.default),
+    "hardswish": _with_gradient(F.hardswish, _aten.hardswish_backward.default),
 }

@@ -75,9 +75,9 @@ def _experts(search: Search) -> str:
     if search.level_one.space.expert_nodes:
         return f"ep must divide {search.level_one.num_experts}, which divides the experts of every mixture"
     return (
-        "the model has no experts that ep could cut: such are a sum of each token's rows by their scores (a loop over "
-        "experts, transformers' grouped_mm or batched_mm), not products with one-hot tensors of places in each "
-        "expert's buffer, which are planned operator by operator"
+        "the model has no experts that ep could cut: such are products of tokens with a matrix for each expert, in one "
+        "stacked parameter or of modules in a loop, whose results meet scores or places of the tokens (top-k scores, "
+        "one-hot dispatch, a dense sum by a softmax); cut other layers with tp, samples with dp"
     )
 
 

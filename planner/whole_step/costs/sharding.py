@@ -22,7 +22,7 @@ from planner.sharding_ilp.assignment import Assignment, complete, read_choices
 from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.sharding_ilp.constraints import Demands as Pins
 from planner.sharding_ilp.lattice import Lattices
-from planner.sharding_ilp.options import OperatorChoices, operator_options
+from planner.sharding_ilp.options import Labels, OperatorChoices, operator_options
 from planner.sharding_ilp.sharding_problem import Problem, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
 from planner.sharding_ilp.space import Roles, fill_options
@@ -30,6 +30,7 @@ from planner.solvers.linear import OPTIMAL, LinearProgram, LinearSolution
 from planner.solvers.nearly_integral import solve_nearly_integral
 from planner.solvers.pulp_solver import HIGHS, short_name
 from planner.whole_step.costs.batch_propagation import Followed, follow_batch
+from planner.whole_step.costs.expert_regions import ExpertRegions, expert_regions
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
@@ -109,8 +110,13 @@ class ShardingSpace:
 
     @functools.cached_property
     def expert_nodes(self) -> frozenset[str]:
-        """Names of the operators that are a mixture's experts."""
-        return frozenset(node.name for node in self.graph.nodes if is_experts(node))
+        """Names of the operators that are a mixture's experts, or planned with those of a region of experts."""
+        return frozenset(node.name for node in self.graph.nodes if is_experts(node)) | set(self.regions.labels)
+
+    @functools.cached_property
+    def regions(self) -> ExpertRegions:
+        """What an axis of experts cuts of mixtures that are no operator of their own."""
+        return expert_regions(self.graph, self.states, rules=rule_for)
 
     @functools.cached_property
     def state_nodes(self) -> frozenset[str]:
@@ -121,7 +127,7 @@ class ShardingSpace:
     def num_experts(self) -> int:
         """What an axis ``ep`` must divide: the number of experts of all mixtures; 1 if a model has none."""
         counts = [num_experts(node, self.graph.values) for node in self.graph.nodes if is_experts(node)]
-        return math.gcd(*counts) if counts else 1
+        return math.gcd(*counts, *self.regions.num_experts) or 1
 
     @functools.cached_property
     def mixtures(self) -> tuple[tuple[Node, int], ...]:
@@ -230,11 +236,15 @@ class Shardings:
         return replace(self.ilp, program=replace(self.ilp.program, costs=costs))
 
 
-def _on_sample_axes(space: ShardingSpace, cut: Cut, name: str, label: str) -> dict[str, str]:
-    """The choice of an operator on the axes that divide samples: over ``ep`` experts exchange tokens, and what is
-    computed from parameters alone may be cut as they are."""
+def _on_sample_axes(space: ShardingSpace, cut: Cut, name: str, label: str) -> dict[str, Labels]:
+    """The choice of an operator on the axes that divide samples: over ``ep`` experts exchange tokens, a region of
+    experts is cut along these, and what is computed from parameters alone may be cut as they are."""
     if cut.expert == 1:
         return {DATA: label}
+    if name in space.regions.labels:
+        by_expert = space.regions.labels[name]
+        is_demanded = name in space.regions.demanded
+        return {DATA: label, EXPERT: by_expert if is_demanded else frozenset((label, by_expert))}
     if name in space.expert_nodes:
         return {DATA: label, EXPERT: exchange_label(label)}
     return {DATA: label} if name in space.state_nodes else {DATA: label, EXPERT: label}
@@ -258,7 +268,9 @@ def _narrowed(problem: Problem, demanded: list[Constraint]) -> Problem:
     return replace(problem, elements=elements)
 
 
-def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mapping[str, Mapping[str, str]]) -> Problem:
+def _problem(
+    space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mapping[str, Mapping[str, Labels]]
+) -> Problem:
     elements = {name: replace(element, options=[]) for name, element in space.structure.elements.items()}
     searched = CONTEXT if cut.tensor == 1 else TENSOR
     settled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis not in (searched, EXPERT))

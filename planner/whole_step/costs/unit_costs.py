@@ -15,15 +15,16 @@ from passes.autograd.peak import working_peak
 from passes.autograd.recompute_policies import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
-from passes.ir.types import Placement
+from passes.ir.types import Placement, shard_dim
 from passes.losses import ChunkedUnits, Placed, strategies
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
+from passes.rules.expert_rules import is_experts
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
-from planner.whole_step.costs.step_prices import weight_share
+from planner.whole_step.costs.step_prices import EXPERT, weight_share
 from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight, on_host
 
 #: The policy of ``passes.autograd.recompute_policies`` on which each policy of the planner's own rests.
@@ -183,25 +184,35 @@ class _FigureReader:
                     value.requires_grad,
                     users,
                     shared,
-                    self._feeds_experts(stream),
+                    self._feeds_experts(stream) and not self._is_whole(value, where),
                 )
             )
         return by_unit
 
+    def _is_whole(self, value: Value, where: Placement) -> bool:
+        """Whether a parameter of a region of experts is whole on their axis: one of a module of its own."""
+        names = self.variant.cut.mesh.names
+        return (
+            value.name in self.space.regions.parameters
+            and EXPERT in names
+            and shard_dim(where[names.index(EXPERT)]) is None
+        )
+
     def _feeds_experts(self, stream: ValueStream) -> bool:
         """Whether a state is a mixture's experts, directly or through views and casts."""
-        experts, states = self.space.expert_nodes, self.space.states
-        if not experts:
+        if stream.value.name in self.space.regions.parameters:
+            return True
+        if not self.space.expert_nodes:
             return False
         for use in stream.uses:
             element = self.problem.elements.get(use.element)
             node = element.node if element is not None else None
-            if use.element in experts:
+            if node is not None and is_experts(node):
                 return True
             if node is not None and any(
                 self._feeds_experts(self.problem.streams[value.name])
                 for value in node.outputs
-                if value.name in states and value.name in self.problem.streams
+                if value.name in self.space.states and value.name in self.problem.streams
             ):
                 return True
         return False
@@ -336,9 +347,10 @@ class _FigureReader:
             return 0.0
         total = 0.0
         for name in way.nodes:
-            if name not in self.space.expert_nodes or name not in way.placed:
+            node = way.activations.nodes[name]
+            if not is_experts(node) or name not in way.placed:
                 continue
-            node, placed = way.activations.nodes[name], way.placed[name]
+            placed = way.placed[name]
             k = self.values[node.inputs[1]].shape[-1]
             total += 2.0 * k * self.pricing.local_bytes(node.output, placed.outputs[0])
         return total
