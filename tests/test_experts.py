@@ -157,8 +157,9 @@ def test_a_product_of_means_that_both_have_gradients_is_refused_in_micro_batches
     ("name", "mesh", "options"),
     [
         ("loop", {"ep": 2, "tp": 2}, {}),
-        # in float64 its plan counts two all-to-alls over tp too few, which the backward pass repeats
-        ("gpt-oss", {"ep": 2, "tp": 2}, {"fix": {"zero": 3, "recompute": "selective"}, "dtype": "float32"}),
+        ("gpt-oss", {"ep": 2, "tp": 2}, {"fix": {"zero": 3, "recompute": "selective"}}),
+        # experts are cut over tp, too, whose ranks send what goes to their own: as many tokens as routing says
+        ("deepseek-v3", {"ep": 2, "tp": 2}, {}),
         ("qwen3-moe", {"ep": 2, "tp": 2}, {"fix": {"zero": 3, "recompute": "selective"}}),
         ("dropping loops", {"ep": 2, "pp": 2}, {"fix": {"num_microbatches": 2}}),
     ],

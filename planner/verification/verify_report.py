@@ -10,8 +10,12 @@ from passes.pipeline_cut import DATA_AXES
 from passes.plan import CollectivePlan, Plan
 from passes.plan.plan_data import OVER_PIECES, OVER_REPLICAS
 from passes.plan.text_tables import format_table, table_in_width
+from passes.rules.expert_rules import EXPERTS
 from planner.verification.comparison import Comparison
 from planner.whole_step.result.unit_collectives import AFTER
+
+#: Of the operator ``experts``: each rank has some of them; it has some of the tokens, which travel.
+_CUT_EXPERTS, _CUT_TOKENS = "cut e", "cut p"
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,11 +112,12 @@ class VerifyReport(ShortRepr):
     def _different(self) -> list[CollectivePlan]:
         """Collectives that are planned but not issued, or issued but not planned."""
         planned, counted = set(self.planned), set(self.counted)
-        if self.drops_tokens:
+        routed = self._axes_of_uneven_exchanges()
+        if self.drops_tokens or routed:
             bounds = {_exchange(entry): entry for entry in planned if entry.collective == ALL_TO_ALL}
             for entry in list(counted):
                 bound = bounds.get(_exchange(entry))
-                if bound is not None and entry.num_bytes <= bound.num_bytes:
+                if bound is not None and (entry.axis in routed or entry.num_bytes <= bound.num_bytes):
                     planned.discard(bound)
                     counted.discard(entry)
         differing = sorted(planned ^ counted, key=lambda one: (one.collective, one.axis, one.phase))
@@ -125,6 +130,18 @@ class VerifyReport(ShortRepr):
             return one.phase != AFTER and not is_of_weights and not (step.compiled and one.phase == "backward")
 
         return [one for one in differing if is_judged(one)]
+
+    def _axes_of_uneven_exchanges(self) -> set[str]:
+        """Axes on which ranks with the same tokens each send those of their own experts: as many as routing says, where
+        the plan counts an even share."""
+        strategies = [node.strategy for node in self.plan.nodes.values() if node.op == EXPERTS]
+        return {
+            axis
+            for strategy in strategies
+            if _CUT_EXPERTS in strategy
+            for axis, choice in zip(self.plan.mesh.names, strategy, strict=True)
+            if choice.startswith(_CUT_TOKENS)
+        }
 
 
 def _exchange(entry: CollectivePlan) -> tuple[str, str, str, int]:

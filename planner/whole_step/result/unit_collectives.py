@@ -25,6 +25,7 @@ FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
 
 
 _RESHAPE = "aten.reshape"
+_MATMUL = "aten.matmul"
 _ATTENTION = "aten.scaled_dot_product_attention"
 
 
@@ -122,6 +123,7 @@ class SavedLocals:
                 names = _kept_names(operation, activations)
                 if names is not None:
                     last = place
+                    names = (*names, *storages.multiplied_as_they_came(operation))
                     local = {tensor.value.name: tensor for tensor in (*operation.outputs, *operation.inputs)}
                     saved += [local[name] for name in names if name in local]
         convert_of = [storages.brought.get(local) for local in saved]
@@ -189,6 +191,13 @@ class _Storages:
                 # A collective's result is without gaps, whatever the strides of what was sent: nothing is copied.
                 self._packed.add(output)
                 self._same(output, compute.inputs[0])
+
+    def multiplied_as_they_came(self, compute: Compute) -> Iterator[str]:
+        """Operands of a product that it keeps as a collective brought them, where its record knows of a copy without
+        gaps: what was sent had some."""
+        if base_name(compute.node.op) == _MATMUL:
+            leads = compute.outputs[0].shape[:-2]
+            yield from (one.value.name for one in compute.inputs if one in self._packed and one.shape[:-2] == leads)
 
     def _same(self, view: Local, source: Local) -> None:
         if source in self.brought:
