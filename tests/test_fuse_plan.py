@@ -85,5 +85,7 @@ def test_a_graph_in_wide_numbers_is_fused_as_a_plan_in_narrow_ones() -> None:
     )
     plan = planner.plan(load_config("tiny-bloom"), mesh="tp=2", cluster="cpu-local:2", batch_size=8, seq_len=16)
     assert "bias_gelu" in {entry.pattern for entry in plan.fusion.matches}
-    assert {node.key for node in as_planned(wide, plan).nodes} == {node.key for node in as_planned(narrow, plan).nodes}
+    of_wide, of_narrow = ({node.key for node in as_planned(graph, plan).nodes} for graph in (wide, narrow))
+    # The model casts its logits to float32: of narrow ones the loss does so itself, wide ones lose digits there.
+    assert of_wide - {":aten.to.dtype:0"} == of_narrow
     assert "meshwright.bias_gelu.default" not in {node.op for node in fuse(wide).graph.nodes}

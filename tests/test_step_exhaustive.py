@@ -99,7 +99,7 @@ def test_recomputation_that_memory_forces_is_no_more_than_plans_recompute() -> N
     model = level_one("gpt2", "eight")
     fixed = {"recompute": ("none", "full"), "zero": 3, "cp": (1, 2)}
     free = Search(model, model.cluster, read_demands(fixed, time_limit=600.0)).run().solutions[0]
-    limit = 0.45 * max(step_memory(as_step(free.problem, free.assignment)))
+    limit = 0.4 * max(step_memory(as_step(free.problem, free.assignment)))
     demands = read_demands(fixed, memory_limit=limit, num_alternatives=100, time_limit=600.0)
     search = Search(model, model.cluster, demands)
     forced = []

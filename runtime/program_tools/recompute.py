@@ -287,9 +287,13 @@ def _is_kept(operator: Any) -> bool:
     return operator.overloadpacket.__name__ in _KEPT.get(operator.namespace, ())
 
 
+#: They write what a tensor is, not its numbers; or, in Triton's interpreter, operands back as they were.
+_UNCHANGING = frozenset({"set_", "resize_", "detach_", "requires_grad_", "copy_"})
+
+
 @cache
 def _writes(operator: Any) -> bool:
-    return bool(schema(operator).is_mutable)
+    return bool(schema(operator).is_mutable) and operator.overloadpacket.__name__ not in _UNCHANGING
 
 
 def _writes_over_products(function: Any) -> bool:
