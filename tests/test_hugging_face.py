@@ -27,6 +27,7 @@ import planner
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
 from planner.integrations.global_batches import with_global_batches
+from runtime.torch_compat.dtensors import are_subclasses_dispatched
 from tests.generation_cases import model_named, training_batch
 from tests.hugging_face_cases import (
     BATCH,
@@ -229,6 +230,7 @@ def test_adapters_that_peft_saved_are_loaded(config: PeftConfig, tmp_path: Path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.state_dict().items())
 
 
+@pytest.mark.skipif(not are_subclasses_dispatched(), reason="in torch 2.11 DTensor decides alone what operators do")
 def test_adapters_whose_rank_shrinks_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
     """The script's own line after a step, ``update_and_allocate``, leaves rows of AdaLoRA's matrices out."""
     tokens = torch.arange(24).reshape(4, 6)
