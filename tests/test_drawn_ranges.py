@@ -42,6 +42,7 @@ def _written() -> torch.Tensor:
 #: Questions that some number answers with yes, some with no, or that are of no numbers from [0, 1).
 OPEN: dict[str, Question] = {
     "half": lambda: torch.rand([]) < 0.5,
+    "one of a million is zero": lambda: (torch.rand(1000, 1000) > 0.0).all(),
     "zero is drawn": lambda: torch.rand([]) == 0.0,
     "rounded to one": lambda: torch.rand([], dtype=torch.float64).float() >= 1.0,
     "less than was drawn": lambda: torch.rand([]) - 1 < 0.0,

@@ -72,4 +72,5 @@ def test_loss_and_gradients_are_those_of_the_widened_logits(dtype: torch.dtype, 
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
     for name, gradient in parallel.full_gradients().items():
         grad = model.get_parameter(name).grad
+        # Both round to 16 bits (2^-8 of a number), products of many of them at other places.
         torch.testing.assert_close(gradient.to(dtype), grad, rtol=2e-2, atol=2e-2 * float(grad.abs().max()))

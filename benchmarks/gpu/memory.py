@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import math
 import os
 import tempfile
 import time
@@ -24,6 +25,7 @@ from benchmarks.gpu.parts import Setting
 from cost_models import Cluster
 from planner.library import build_model, load_config, random_batch
 from planner.verification.verify_model import _without_dropout
+from planner.whole_step.candidates.no_plan import NoPlan
 from runtime.kernels import AdamW
 
 Row = dict[str, Any]
@@ -34,7 +36,7 @@ LOCK = Path(tempfile.gettempdir()) / f"meshwright-gpu-memory-{os.getuid()}.lock"
 _ONE_DEVICE = {"pp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1, "zero": 0, "num_microbatches": 1}
 
 
-class FullPlan(NamedTuple):
+class FullCase(NamedTuple):
     """A model of the library, in few layers, and what its blocks keep."""
 
     config: str
@@ -45,45 +47,45 @@ class FullPlan(NamedTuple):
     num_microbatches: int = 1
 
 
-def memory(setting: Setting, *, plan: tuple[Any, ...]) -> Iterator[Row]:
-    """Bytes of the fullest moment of a ``FullPlan``, as planned, as tensors, and as the allocator has taken them."""
-    yield _row(setting, FullPlan(*plan))
+def memory(setting: Setting, *, case: tuple[Any, ...]) -> Iterator[Row]:
+    """Bytes of the fullest moment of a ``FullCase``, as planned, as tensors, and as the allocator has taken them."""
+    yield _row(setting, FullCase(*case))
 
 
-def _row(setting: Setting, plan: FullPlan) -> Row:
+def _row(setting: Setting, case: FullCase) -> Row:
     device = planner.init(device=setting.device).device
     cluster = Cluster.from_device_mesh(init_device_mesh(device.type, (1,), mesh_dim_names=("ranks",)))
     began = time.perf_counter()
     usable = cluster.device.usable_bytes
-    batch_size = 2 if setting.tiny else _largest_batch(plan, cluster, usable * (1 - HEADROOM))
-    found = _planned(plan, cluster, batch_size)
-    config = _config(plan)
-    batch = random_batch(config, batch_size=batch_size * plan.num_microbatches, seq_len=plan.length)
+    batch_size = 2 if setting.tiny else _largest_batch(case, cluster, usable * (1 - HEADROOM))
+    plan = _planned(case, cluster, batch_size)
+    config = _config(case)
+    batch = random_batch(config, batch_size=batch_size * case.num_microbatches, seq_len=case.length)
     batch = {
-        key: (one.to(getattr(torch, plan.dtype)) if one.is_floating_point() else one) for key, one in batch.items()
+        key: (one.to(getattr(torch, case.dtype)) if one.is_floating_point() else one) for key, one in batch.items()
     }
     planned = time.perf_counter() - began
     with _alone():
-        row = _measured(plan, config, {key: one.to(device) for key, one in batch.items()}, found, device)
+        row = _measured(case, config, {key: one.to(device) for key, one in batch.items()}, plan, device)
     share = row["predicted, GiB"] * 2**30 / usable
     limit = row["predicted, GiB"] + HEADROOM * usable / 2**30
     return {
-        "model": plan.config, **{f"of {key}": value for key, value in plan.changes.items()}, "dtype": plan.dtype,
-        "length": plan.length, "samples": batch_size, "keeps": plan.recompute, "share": f"{share:.1%}", **row,
+        "model": case.config, **{f"of {key}": value for key, value in case.changes.items()}, "dtype": case.dtype,
+        "length": case.length, "samples": batch_size, "keeps": case.recompute, "share": f"{share:.1%}", **row,
         "planning, s": round(planned, 1), "ok": row.get("reserved, GiB") is None or row["reserved, GiB"] <= limit,
     }  # fmt: skip
 
 
 def _measured(
-    plan: FullPlan, config: Any, batch: dict[str, torch.Tensor], found: planner.Plan, device: torch.device
+    case: FullCase, config: Any, batch: dict[str, torch.Tensor], plan: planner.Plan, device: torch.device
 ) -> Row:
     """After the steps: the plan's fullest moment, the allocator's, and the time of the last step."""
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
-    model = build_model(config, dtype=plan.dtype, device=str(device)).train()
+    model = build_model(config, dtype=case.dtype, device=str(device)).train()
     _without_dropout(model)
-    parallel = planner.compile(model, found, example_inputs=batch)
-    optimizer = _adamw(plan, parallel)
+    parallel = planner.compile(model, plan, example_inputs=batch)
+    optimizer = _adamw(case, parallel)
     del model
     gc.collect()
     on_gpu = device.type == "cuda"
@@ -108,43 +110,46 @@ def _measured(
     return {**row, "predicted ms": round(step.costs.simulated * 1e3, 1), "ms": round(seconds * 1e3, 1), "loss": loss}
 
 
-def _adamw(plan: FullPlan, parallel: torch.nn.Module) -> torch.optim.Optimizer:
+def _adamw(case: FullCase, parallel: torch.nn.Module) -> torch.optim.Optimizer:
     """What plans count: float32 masters of parameters of 16 bits."""
-    if plan.dtype == "float32":
+    if case.dtype == "float32":
         return torch.optim.AdamW(parallel.parameters(), lr=1e-5, fused=next(parallel.parameters()).is_cuda)
     return AdamW(parallel.parameters(), lr=1e-5)
 
 
-def _largest_batch(plan: FullPlan, cluster: Cluster, most: float) -> int:
+def _largest_batch(case: FullCase, cluster: Cluster, most: float) -> int:
     """Bytes grow by the same with every sample."""
-    low, high = (_predicted(plan, cluster, batch) for batch in (2, 4))
+    low, high = (_predicted(case, cluster, batch) for batch in (2, 4))
     batch = 2 + int((most - low) // ((high - low) / 2))
     if batch < 1:
         raise RuntimeError(f"two samples take {low / 2**30:.1f} GiB already")
-    while batch > 1 and _predicted(plan, cluster, batch) > most:
+    while batch > 1 and _predicted(case, cluster, batch) > most:
         batch -= max(1, batch // 50)
     return batch
 
 
-def _predicted(plan: FullPlan, cluster: Cluster, batch: int) -> float:
-    """Bytes of the fullest moment."""
-    step = _planned(plan, cluster, batch).step
+def _predicted(case: FullCase, cluster: Cluster, batch: int) -> float:
+    """Bytes of the fullest moment; infinite where the host has no room for what goes there."""
+    try:
+        step = _planned(case, cluster, batch).step
+    except NoPlan:
+        return math.inf
     return max(rank.total for rank in step.memory)
 
 
-def _planned(plan: FullPlan, cluster: Cluster, batch: int) -> planner.Plan:
+def _planned(case: FullCase, cluster: Cluster, batch: int) -> planner.Plan:
     """A plan for memory without limit."""
-    samples = batch * plan.num_microbatches
+    samples = batch * case.num_microbatches
     return planner.plan(
-        _config(plan), cluster, batch_size=samples, global_batch=samples, seq_len=plan.length, dtype=plan.dtype,
-        fix={**_ONE_DEVICE, "recompute": plan.recompute, "num_microbatches": plan.num_microbatches}, headroom=0.0,
-        memory_limit=1e12, offload="activations" if plan.recompute == "offload" else "never",
+        _config(case), cluster, batch_size=samples, global_batch=samples, seq_len=case.length, dtype=case.dtype,
+        fix={**_ONE_DEVICE, "recompute": case.recompute, "num_microbatches": case.num_microbatches}, headroom=0.0,
+        memory_limit=1e12, offload="activations" if case.recompute == "offload" else "never",
     )  # fmt: skip
 
 
-def _config(plan: FullPlan) -> Any:
-    config = load_config(plan.config)
-    for name, value in plan.changes.items():
+def _config(case: FullCase) -> Any:
+    config = load_config(case.config)
+    for name, value in case.changes.items():
         setattr(config, name, value)
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):

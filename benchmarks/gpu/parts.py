@@ -81,7 +81,7 @@ class ModelSize:
 
 
 _LAST = "num_hidden_layers"
-#: Plans that fill a GPU: config, changes, dtype, length, what blocks keep (``benchmarks.gpu.memory.FullPlan``).
+#: Plans that fill a GPU: config, changes, dtype, length, what blocks keep (``benchmarks.gpu.memory.FullCase``).
 FULL_PLANS: dict[str, tuple[Any, ...]] = {
     "Llama 8B, nothing": ("llama-3-8b", {_LAST: 4}, "bfloat16", 4096, "none"),
     "Llama 8B, selective": ("llama-3-8b", {_LAST: 6}, "bfloat16", 4096, "selective"),
@@ -161,7 +161,7 @@ def plan(setting: Setting) -> list[Part]:
     training = tuple(
         Item(name, f"{here}.training:{function}", 60, arguments) for name, function, arguments in _training_cases()
     )
-    full = tuple(Item(name, f"{here}.memory:memory", 90, {"plan": plan}) for name, plan in FULL_PLANS.items())
+    full = tuple(Item(name, f"{here}.memory:memory", 90, {"case": case}) for name, case in FULL_PLANS.items())
     kinds = ("operator", "chain", "collective", "unit")
     host = tuple(Item(kind, f"{here}.operators:host_time", 60, {"kind": kind}) for kind in kinds)
     return [

@@ -122,9 +122,10 @@ def _of_family(name: str, dtype: str) -> tuple[nn.Module, list[Batch]]:
         if isinstance(part, nn.Dropout):
             part.p = 0.0
     batches = [random_batch(config, batch_size=4, seq_len=32) for _ in range(STEPS)]
-    wanted = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     return model.train(), [
-        {key: one.to(wanted) if one.is_floating_point() else one for key, one in batch.items()} for batch in batches
+        {key: one.to(torch_dtype) if one.is_floating_point() else one for key, one in batch.items()}
+        for batch in batches
     ]
 
 

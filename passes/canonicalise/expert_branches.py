@@ -249,10 +249,10 @@ class _Branches:
         rows = {old: new for old, new in operands.items() if old in own}
         if any(len(shape(old)) < 2 or not math.prod(shape(old)) for old in rows):
             return None
-        made = rebuild(first, rows, 2)
-        if made is not None:
-            self._at.prepend(made)  # it was inserted where the first expert stands
-        return made
+        of_all = rebuild(first, rows, 2)
+        if of_all is not None:
+            self._at.prepend(of_all)  # it was inserted where the first expert stands
+        return of_all
 
 
 def _entry(node: fx.Node) -> tuple[int, int, bool] | None:

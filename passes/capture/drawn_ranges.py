@@ -1,8 +1,8 @@
 """Comparisons of numbers drawn from [0, 1) that come out the same whatever is drawn: ``torch.rand([]) < 0.0``.
 
 Models ask for them where a layer is dropped with a probability that is zero (or one). Nothing is assumed of what is
-drawn but its range, so no check is needed at run time. The lowest number, 0, which float32 gives once in 2^24 draws, is
-left out: a script that writes ``rand() > p`` to drop with probability p means nothing else by p = 0.
+drawn but its range, so no check is needed at run time. Of a single number the lowest, 0, which float32 gives once in
+2^24 draws, is left out: a script that writes ``rand(1) > p`` to drop with probability p means nothing else by p = 0.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ _SAME_ENTRIES = (
 #: Comparison → for which bounds it holds of every number that is drawn, and for which of none.
 _DECIDED: dict[str, tuple[Callable[[float], bool], Callable[[float], bool]]] = {
     "lt": (lambda bound: bound >= 1, lambda bound: bound <= 0),
-    "le": (lambda bound: bound >= 1, lambda bound: bound <= 0),
-    "gt": (lambda bound: bound <= 0, lambda bound: bound >= 1),
+    "le": (lambda bound: bound >= 1, lambda bound: bound < 0),
+    "gt": (lambda bound: bound < 0, lambda bound: bound >= 1),
     "ge": (lambda bound: bound <= 0, lambda bound: bound >= 1),
     "eq": (lambda bound: False, lambda bound: bound < 0 or bound >= 1),
     "ne": (lambda bound: bound < 0 or bound >= 1, lambda bound: False),
 }
+
+#: Comparison of a single number with 0 → what it is unless 0 is drawn.
+_ABOVE_ZERO = {"gt": True, "le": False}
 
 
 def answer_whatever_is_drawn(flag: fx.Node) -> bool | None:
@@ -41,6 +44,8 @@ def _known(flag: fx.Node) -> bool | None:
         return None
     if not isinstance(args[0], fx.Node) or not _is_drawn(args[0]):
         return None
+    if args[1] == 0 and name in _ABOVE_ZERO and args[0].meta["val"].numel() == 1:
+        return _ABOVE_ZERO[name]
     always, never = _DECIDED[name]
     if always(args[1]):
         return True

@@ -54,7 +54,7 @@ class OneDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return args[0].to(self.device)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._here(kwargs["device"])}

@@ -73,7 +73,12 @@ def _einsum_shape(node: Node, inputs: Sequence[tuple[int, ...]]) -> tuple[int, i
     if not arrow or len(operands) != 2 or len(inputs) != 2 or "." in left:
         return None
     sizes = {letter: size for letters, shape in zip(operands, inputs) for letter, size in zip(letters, shape)}
-    first, second, kept = set(operands[0]), set(operands[1]), set(result)
-    groups = ((first & second & kept), (first & kept) - second, (second & kept) - first, (first & second) - kept)
+    first, second, output = set(operands[0]), set(operands[1]), set(result)
+    groups = (
+        (first & second & output),
+        (first & output) - second,
+        (second & output) - first,
+        (first & second) - output,
+    )
     batch, m, n, k = (math.prod(sizes[letter] for letter in group) for group in groups)
     return batch, m, n, k

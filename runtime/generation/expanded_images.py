@@ -46,15 +46,15 @@ def _images(model: Any, input_ids: torch.Tensor | None, inputs: dict[str, Any]) 
     Raises:
         ValueError: if they may be of another number or size in one sample than in the next.
     """
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     for modality in _MODALITIES:
         encode = getattr(model.base_model, f"get_{modality}_features", None)
         names = [] if encode is None else [name for name in inspect.signature(encode).parameters if name in inputs]
         tensors = {name: inputs[name] for name in names if isinstance(inputs[name], torch.Tensor)}
         if any(name in tensors for name in _ENCODED):
             _check_alike(model, modality, input_ids, tensors)
-            found |= tensors
-    return found
+            by_name |= tensors
+    return by_name
 
 
 def _check_alike(model: Any, modality: str, input_ids: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> None:

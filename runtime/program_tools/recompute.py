@@ -269,7 +269,8 @@ class _Chosen:
             self.kept |= {_storage(result) for result in _tensors_in(getattr(context, "op_output", ()))}
             return CheckpointPolicy.MUST_SAVE
         # torch sees this by the tensors' versions, which ``unsafe_chunk`` does not hand on.
-        if _writes(operator) and not context.is_recompute and _storage(args[0]) in self.kept:
+        written = args[0] if args and _writes(operator) and not context.is_recompute else None
+        if isinstance(written, torch.Tensor) and _storage(written) in self.kept:
             raise RuntimeError(
                 f"{operator} writes over a result that selective recomputation keeps, so its gradients would be wrong: "
                 "plan without it (forbid={'recompute': 'selective'})"

@@ -166,20 +166,20 @@ class _Finder:
             node, rule, factor = pending.pop()
             for name, dim in _with_factor(node.inputs, rule.inputs, factor):
                 maker = self.makers.get(name)
-                made = (
+                rule_of_maker = (
                     None if maker is None or maker.constant or name in self.states else self.rules(maker, self.values)
                 )
-                if maker is None or made is None:
+                if maker is None or rule_of_maker is None:
                     continue
                 place = [value.name for value in maker.outputs].index(name)
-                factors = made.outputs[place][dim]
-                if not factors or self._label(maker, made, factors[0]) is None:
+                factors = rule_of_maker.outputs[place][dim]
+                if not factors or self._label(maker, rule_of_maker, factors[0]) is None:
                     continue
                 yield maker, factors[0]
                 rows = [each for each in maker.inputs if self._is_of_samples(each)]
-                carried = {each for each, _ in _with_factor(maker.inputs, made.inputs, factors[0])}
+                carried = {each for each, _ in _with_factor(maker.inputs, rule_of_maker.inputs, factors[0])}
                 if carried.issuperset(rows):
-                    pending.append((maker, made, factors[0]))
+                    pending.append((maker, rule_of_maker, factors[0]))
 
     def _meets_samples(self, region: ExpertRegion, node: Node) -> bool:
         """Whether an operator behind a product of experts takes something else of samples that knows the experts."""
