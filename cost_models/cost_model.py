@@ -67,6 +67,7 @@ class CostModel:
         dtype: str,
         kind: str | None = None,
         shape: MatmulShape | None = None,
+        odd_rows: bool = False,
     ) -> float:
         """Seconds of one operator on one device: the longest of arithmetic, memory traffic and the launch.
 
@@ -78,6 +79,7 @@ class CostModel:
             dtype: what is computed in.
             kind: one of ``efficiency.KIND_STAND_IN``; None: a matmul if there are operations, else elementwise.
             shape: (batch, m, n, k) of this device's part, where the kind is a matmul or works as one.
+            odd_rows: rows of a matrix that it reads or writes have an odd number of elements, see ``Efficiency``.
 
         Raises:
             ValueError: if the kind is not known.
@@ -91,7 +93,7 @@ class CostModel:
         if self.extrapolation is not None:
             self.extrapolation.note(kind, flops or num_bytes)
         return max(
-            device.seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
+            device.seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape, odd_rows=odd_rows)
             for device in self._devices
         )
 

@@ -32,6 +32,8 @@ KIND_STAND_IN: dict[str, str | None] = {
 
 #: Kinds of which the shape, as a matmul's, decides how well tiles fill the device.
 TILED_KINDS = frozenset({"matmul", "convolution"})
+#: Bytes of the elements of which an odd number makes rows slow: rows of wider ones start where a load of 4 bytes may.
+ODD_ROWS_ITEM_SIZE = 2
 #: Kinds that fused attention runs, forward and backward.
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
 
@@ -127,12 +129,16 @@ class Efficiency:
     """Of one kind of work: share of the peak rate by operations, share of memory bandwidth by bytes, tiling.
 
     ``kernel`` says all that at once of products whose shape is known; the others are for those whose shape is not.
+    ``odd_rows`` is the share of the rate that is left where rows of a product's matrices have an odd number of elements
+    of two bytes: these do not start where a wide load may, so they are read element by element ("Matrix Multiplication
+    Background User's Guide", NVIDIA, section 2.2).
     """
 
     flops: Curve = FULL
     bytes: Curve = FULL
     tiling: Tiling | None = None
     kernel: MatmulKernel | AttentionKernel | None = None
+    odd_rows: float = 1.0
 
     def busy_flops(self, flops: float, *, shape: MatmulShape | None) -> float:
         """``flops`` at full rate that take as long as ``flops`` at the rate that is reached."""

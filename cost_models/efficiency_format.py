@@ -50,6 +50,8 @@ def format_efficiency(efficiency: Mapping[str, Efficiency]) -> dict[str, Any]:
                 "depth_overhead": item.tiling.depth_overhead,
                 "shapes": [list(shape) for shape in item.tiling.shapes],
             }
+        if item.odd_rows != 1.0:
+            data[kind]["odd_rows"] = item.odd_rows
         if item.kernel is not None:
             data[kind]["kernel"] = asdict(item.kernel)
     return data
@@ -83,7 +85,7 @@ def format_curve(curve: Curve) -> Any:
 def _parse_kind(data: Any, where: str, kind: str) -> Efficiency:
     table = as_table(data, where)
     kernel = _KERNELS.get(kind)
-    more = ("tiles",) * (kind in TILED_KINDS) + ("kernel",) * (kernel is not None)
+    more = ("tiles", "odd_rows") * (kind in TILED_KINDS) + ("kernel",) * (kernel is not None)
     check_keys(table, ("flops", "bytes", *more), where)
     return Efficiency(
         flops=parse_curve(table.get("flops", 1.0), f"{where}.flops"),
@@ -94,7 +96,14 @@ def _parse_kind(data: Any, where: str, kind: str) -> Efficiency:
         kernel=from_plain(kernel, table["kernel"], where=f"{where}.kernel")
         if kernel is not None and "kernel" in table
         else None,
+        odd_rows=_parse_share(table.get("odd_rows", 1.0), f"{where}.odd_rows"),
     )
+
+
+def _parse_share(value: Any, where: str) -> float:
+    if not _is_number(value) or not 0 < value <= 1:
+        raise ValueError(f"{where} must be a share above 0 and at most 1, got {shown(value)}")
+    return float(value)
 
 
 def _parse_tiling(table: Table, where: str) -> Tiling:

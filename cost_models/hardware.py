@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cost_models.dtypes import RATE_STAND_IN, TFLOAT32, item_size
-from cost_models.efficiency import FULL, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
+from cost_models.efficiency import FULL, ODD_ROWS_ITEM_SIZE, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
 from cost_models.fields import Positive, Seconds
 from cost_models.short_text import ShortRepr
 
@@ -50,21 +50,33 @@ class Device(ShortRepr):
         return self.flops[dtype]
 
     def seconds(
-        self, *, flops: float, num_bytes: float, dtype: str, kind: str, shape: MatmulShape | None = None
+        self,
+        *,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        kind: str,
+        shape: MatmulShape | None = None,
+        odd_rows: bool = False,
     ) -> float:
         """Seconds of one operator: the longest of arithmetic, memory traffic (a roofline) and the launch.
+
+        ``odd_rows``: rows of a matrix that it reads or writes have an odd number of elements.
 
         Raises:
             ValueError: if the kind is not known.
         """
         efficiency = of_kind(self.efficiency, kind)
+        peak = self.peak_flops(dtype)
+        if odd_rows and item_size(dtype) == ODD_ROWS_ITEM_SIZE:
+            peak *= efficiency.odd_rows
         if efficiency.kernel is not None and shape is not None and flops:
             seconds = efficiency.kernel.seconds(
                 shape,
                 flops=flops,
                 num_bytes=num_bytes,
                 item_size=item_size("float32" if dtype == TFLOAT32 else dtype),
-                peak=self.peak_flops(dtype),
+                peak=peak,
                 bandwidth=self.memory_bandwidth,
             )
             return max(seconds, self.launch_overhead)
@@ -73,7 +85,7 @@ class Device(ShortRepr):
             arithmetic = efficiency.busy_flops(flops, shape=shape if kind in TILED_KINDS else None)
         if num_bytes:
             traffic = efficiency.busy_bytes(num_bytes)
-        return max(arithmetic / self.peak_flops(dtype), traffic / self.memory_bandwidth, self.launch_overhead)
+        return max(arithmetic / peak, traffic / self.memory_bandwidth, self.launch_overhead)
 
 
 @dataclass(frozen=True, repr=False)

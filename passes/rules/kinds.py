@@ -65,6 +65,14 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
     return batch, rows // max(1, batch), n, first[-1]
 
 
+def has_odd_rows(shape: tuple[int, int, int, int]) -> bool:
+    """Whether a product (batch, m, n, k), or one of its backward, reads or writes rows of an odd number of elements.
+
+    Rows are n or k long in each of the three, never m: samples and positions. One element is no row.
+    """
+    return any(length % 2 == 1 and length > 1 for length in shape[2:])
+
+
 def _einsum_shape(node: Node, inputs: Sequence[tuple[int, ...]]) -> tuple[int, int, int, int] | None:
     """The same of an einsum of two operands: what both and the result have, one of them and the result, both alone."""
     equation = node.args[0] if node.op == "aten.einsum.default" else None

@@ -90,10 +90,14 @@ class WeightedCostModel(CostModel):
         dtype: str,
         kind: str | None = None,
         shape: MatmulShape | None = None,
+        odd_rows: bool = False,
     ) -> float:
         """The least weighted seconds of one operator."""
         return min(
-            weight * prices.compute_seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
+            weight
+            * prices.compute_seconds(
+                flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape, odd_rows=odd_rows
+            )
             for prices, weight in self._kinds
         )
 

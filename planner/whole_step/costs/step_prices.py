@@ -7,6 +7,7 @@ is the number of pieces that the global batch is cut into, in space and in time.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,16 @@ from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
 from passes.rules.expert_rules import grouped_products, is_experts
-from passes.rules.kinds import ATTENTION, ELEMENTWISE, FUSED_ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
+from passes.rules.kinds import (
+    ATTENTION,
+    ELEMENTWISE,
+    FUSED_ELEMENTWISE,
+    MATMUL,
+    REDUCTION,
+    has_odd_rows,
+    kind_of,
+    matmul_shape,
+)
 from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
@@ -77,6 +87,7 @@ class StepPrices(Protocol):
         dtype: str,
         kind: str | None = None,
         shape: tuple[int, int, int, int] | None = None,
+        odd_rows: bool = False,
     ) -> float: ...
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
@@ -154,7 +165,8 @@ class StepPricing(Pricing):
         if is_experts(node):
             return self._experts(node, values, inputs, written, flops=local_flops, live=bool(grads))
         if kind == MATMUL:
-            shape = self._matmul(node, values, inputs, outputs)
+            shape, is_odd = self._matmul(node, values, inputs, outputs)
+            price = functools.partial(price, odd_rows=is_odd)
             forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
             matrices = [name for name in grads if len(values[name].shape) > 1]
             backward = sum(
@@ -201,12 +213,16 @@ class StepPricing(Pricing):
         per_row = sum(2.0 * n * k for _, _, n, k in grouped_products(node, parts, 1.0))
         rows, dtype, size = flops / per_row, node.output.dtype, item_size(node.output.dtype)
         products = grouped_products(node, parts, rows)
+        whole = grouped_products(node, [values[name].shape for name in node.inputs], rows)
+        is_odd = any(has_odd_rows(each) for each in (*products, *whole))
         forward = backward = 0.0
         for shape in products:
             count, _, n, k = shape
             of_product, moved = 2.0 * rows * n * k, size * (rows * (n + k) + count * n * k)
             prices = [
-                self.prices.compute_seconds(flops=of_product, num_bytes=moved, dtype=dtype, kind=MATMUL, shape=each)
+                self.prices.compute_seconds(
+                    flops=of_product, num_bytes=moved, dtype=dtype, kind=MATMUL, shape=each, odd_rows=is_odd
+                )
                 for each in (shape, *_turned(shape))
             ]
             forward, backward = forward + prices[0], backward + sum(prices[1:])
@@ -259,9 +275,12 @@ class StepPricing(Pricing):
 
     def _matmul(
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], outputs: Sequence[Placement]
-    ) -> tuple[int, int, int, int]:
+    ) -> tuple[tuple[int, int, int, int], bool]:
+        """The shape of a product's part, and whether rows are odd: in the whole too, as then some rank's are."""
         parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
-        return matmul_shape(node, parts, local_shape(node.output.shape, outputs[0], self.mesh))
+        part = matmul_shape(node, parts, local_shape(node.output.shape, outputs[0], self.mesh))
+        whole = matmul_shape(node, [values[name].shape for name in node.inputs], node.output.shape)
+        return part, has_odd_rows(part) or has_odd_rows(whole)
 
 
 def forms_scores(node: Node) -> bool:
