@@ -59,6 +59,11 @@ class CostModel:
         """Memory that tensors can use, on each device."""
         return self.device.usable_bytes
 
+    @property
+    def overlap_slowdown(self) -> float:
+        """Seconds that computing loses for each second of communication beside it."""
+        return self.device.overlap_slowdown
+
     def compute_seconds(
         self,
         *,

@@ -53,6 +53,7 @@ def plan(
     optimizer: str = "adamw",
     gradient_dtype: str | None = None,
     compiled: bool = False,
+    overlap_tensor: bool = False,
     offload: str = "never",
     fuse: bool = True,
     solver: str | None = None,
@@ -102,6 +103,8 @@ def plan(
             of those that were solved on the way are in any case.
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
+        overlap_tensor: linear layers may gather or scatter the rows that the tensor axis cuts in pieces, beside their
+            own arithmetic, where that is better (priced with ``overlap_slowdown``; not measured on GPUs yet).
         offload: ``"optimizer"``: optimizer state is in the hosts' memory, and the optimizer runs there
             (``planner.OffloadedOptimizer``); ``"activations"``: blocks may keep what their backward pass needs there,
             where that is better (recompute policy ``"offload"``); ``"all"``: both; ``"auto"``: whichever of these, or
@@ -169,6 +172,7 @@ def plan(
         memory_limit=memory_limit,
         training=TrainingOptions(optimizer, gradient_dtype),
         compiled=compiled,
+        overlap_tensor=overlap_tensor,
         num_alternatives=num_alternatives,
         time_limit=time_limit,
         max_programs=max_programs,

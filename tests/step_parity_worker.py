@@ -83,6 +83,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
             fix=case["fix"],
             precision=case.get("precision"),
             time_limit=PATIENCE,
+            **case.get("options", {}),
         )
         alone = dist.get_rank() == 0
         exact = case.get("dtype", "float64") == "float64"

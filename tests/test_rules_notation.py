@@ -53,6 +53,8 @@ def test_choices_of_a_linear() -> None:
         "cut n": (("R", "S(0)", "S(0)"), ("S(2)",)),
         "partial 0,2": (("P", "R", "P"), ("P",)),
         "partial 1,2": (("R", "P", "P"), ("P",)),
+        "cut n from b0": (("S(1)", "S(0)", "S(0)"), ("S(2)",)),
+        "cut k to b0": (("S(2)", "S(1)", "R"), ("S(1)",)),
     }
 
 

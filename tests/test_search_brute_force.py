@@ -94,11 +94,12 @@ class BruteForce:
     def strategies(self, node: Node) -> list[tuple[float, list[Placement], Placement]]:
         rule = rule_for(node, self.values)
         assert rule is not None
-        choices = axis_choices(
+        offered = axis_choices(
             rule,
             input_grads=[self.values[name].requires_grad for name in node.inputs],
             output_grads=[node.output.requires_grad],
         )
+        choices = [choice for choice in offered if choice.rows is None]  # rows are exchanged in whole steps alone
         alternatives = []
         for joint in itertools.product(choices, repeat=len(self.mesh.sizes)):
             inputs = [tuple(choice.inputs[i] for choice in joint) for i in range(len(node.inputs))]

@@ -81,6 +81,21 @@ NARROW_CHUNKS: Case = {
     "dtype": "float32",
     "precision": "bfloat16",
 }
+#: Linear layers that gather and scatter the rows that the tensor axis cuts, a piece at a time.
+_EXCHANGING = {
+    "overlap_tensor": True,
+    "constraints": {
+        **{f"*{name}_proj": {"tp": "cut n from b0"} for name in ("q", "gate", "up")},
+        **{f"*{name}_proj": {"tp": "cut k to b0"} for name in ("o", "down")},
+    },
+}
+EXCHANGED: tuple[Case, ...] = tuple(
+    {**two_layers("tiny-llama", name, **fix), "options": _EXCHANGING}
+    for name, fix in {
+        "rows exchanged, all recomputed": {**PIPELINE, "tp": 2, "schedule": "1f1b", "recompute": "full"},
+        "rows exchanged, weights gathered": {"dp": 2, "tp": 2, "num_microbatches": 2, "zero": 3},
+    }.items()
+)
 EVALUATED = ("zero bubbles and split tensors", "half in flight", "split sequences")
 
 
@@ -88,12 +103,13 @@ EVALUATED = ("zero bubbles and split tensors", "half in flight", "split sequence
 def results() -> dict[str, dict[str, Any]]:
     # Outputs without a loss are of other programs: one of a pipeline and one of a mesh stand for all.
     cases = [
-        {**each, "evaluated": each["name"] in EVALUATED} for each in (*CASES, *IN_PAIRS, SINGLE, NARROW, NARROW_CHUNKS)
+        {**each, "evaluated": each["name"] in EVALUATED}
+        for each in (*CASES, *IN_PAIRS, *EXCHANGED, SINGLE, NARROW, NARROW_CHUNKS)
     ]
     return run_on_ranks("step_parity_worker", 4, cases, timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, SINGLE], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, *EXCHANGED, SINGLE], ids=lambda entry: entry["name"])
 def test_a_step_on_four_processes_is_that_of_one_device(entry: Case) -> None:
     result = results()[entry["name"]]
     axes = {axis: size for axis, size in entry["fix"].items() if axis in result["axes"]}
@@ -102,13 +118,15 @@ def test_a_step_on_four_processes_is_that_of_one_device(entry: Case) -> None:
     assert result["error"] <= TOLERANCES[entry.get("dtype", "float64")], result["worst"]
 
 
-@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, SINGLE], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, *EXCHANGED, SINGLE], ids=lambda entry: entry["name"])
 def test_what_the_ranks_of_a_step_send_keeps_nccls_rules(entry: Case) -> None:
     """Collectives in one order in every group, transfers that pair up, and no circle of waits."""
     assert results()[entry["name"]]["broken_rules"] == []
 
 
-@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, SINGLE, NARROW, NARROW_CHUNKS], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize(
+    "entry", [*CASES, *IN_PAIRS, *EXCHANGED, SINGLE, NARROW, NARROW_CHUNKS], ids=lambda entry: entry["name"]
+)
 def test_the_plan_counts_every_collective_of_the_step(entry: Case) -> None:
     """Activations, what recomputation sends again, ZeRO's gathers and reductions, sends, totals, the loss."""
     assert results()[entry["name"]]["unlike_plan"] == []

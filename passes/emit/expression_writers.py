@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from passes.emit.local_call import Name, Writer, render
 from passes.emit.quoting import literal
+from passes.ir.conversions import ALL_GATHER
 from passes.ir.types import P, shard_dim
 from passes.rules.expert_rules import BEHIND, EXPERT, EXPERTS, GATED, INNER
+from passes.rules.rule import AxisChoice
 
 
 def _axes(names: tuple[str, ...]) -> str:
@@ -47,6 +49,9 @@ def matrix_transpose(writer: Writer) -> str:
 def linear(writer: Writer) -> str:
     """``F.linear``; the bias follows the sum where the contraction is cut; spelled out where partial sums come in."""
     x, weight, bias = (writer.arguments.get(name) for name in ("input", "weight", "bias"))
+    exchanging = next(((name, choice) for name, choice, _ in writer.axes if choice.rows is not None), None)
+    if exchanging is not None:
+        return _exchanging_rows(writer, *exchanging)
     if not writer.takes_partial:
         return writer.function("F.linear(input, weight, bias)")
     bias_alone = all(
@@ -57,6 +62,16 @@ def linear(writer: Writer) -> str:
     )
     product = f"F.linear({x}, {weight})" if bias_alone else f"{x} @ {weight}.t()"
     product = writer.sum_up(product)
+    return f"{product} + {bias}" if bias is not None else product
+
+
+def _exchanging_rows(writer: Writer, axis: str, choice: AxisChoice) -> str:
+    """The operator of ours that gathers or scatters the rows; a bias is added to the rows that are left."""
+    x, weight, bias = (writer.arguments.get(name) for name in ("input", "weight", "bias"))
+    added = f", {bias}" if bias is not None else ""
+    if choice.reductions[0].collective == ALL_GATHER:
+        return f"ops.gathered_linear({x}, {weight}{added}, axis={literal(axis)})"
+    product = f"ops.scattered_linear({x}, {weight}, axis={literal(axis)})"
     return f"{product} + {bias}" if bias is not None else product
 
 

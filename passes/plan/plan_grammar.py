@@ -49,7 +49,7 @@ DTYPE = _one_of(*ITEM_SIZE)
 TYPE = _pattern(r"[RIP]|S\((0|[1-9]\d?)\)")
 OPERATOR = _pattern(r"[\w.:-]{1,200}")
 COLLECTIVE = _one_of(*COLLECTIVES)
-LABEL = _pattern(r"replicate|invariant|cut [\w.]{1,64}|partial \d+(,\d+)*")
+LABEL = _pattern(r"replicate|invariant|cut [\w.]{1,64}( (from|to) [\w.]{1,64})?|partial \d+(,\d+)*")
 RECOMPUTE = _one_of("none", "regather", "selective", "full", CHUNKED_LOSS, ON_HOST)
 
 #: Class and field → grammar of its texts, at any depth; ``{key}`` means the keys of a mapping.
@@ -60,7 +60,10 @@ GRAMMARS: Mapping[str, tuple[Grammar, str]] = {
     "TensorPlan.dtype": (DTYPE, "a dtype"),
     "TensorPlan.placement": (TYPE, "one of R, I, P and S(dim)"),
     "NodePlan.op": (OPERATOR, "an operator"),
-    "NodePlan.strategy": (LABEL, "replicate, invariant, 'cut <factor>' or 'partial <inputs>'"),
+    "NodePlan.strategy": (
+        LABEL,
+        "replicate, invariant, 'cut <factor>' ('… from <rows>', '… to <rows>') or 'partial <inputs>'",
+    ),
     "NodePlan.outputs": (TYPE, "one of R, I, P and S(dim)"),
     "ConversionPlan.axis": (AXIS, "the name of a mesh axis"),
     "ConversionPlan.source": (TYPE, "one of R, I, P and S(dim)"),

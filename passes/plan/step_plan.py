@@ -147,6 +147,7 @@ class StepPlan(ShortRepr):
         zero_ranks: over how many neighbours of the data ranks ZeRO divides (hybrid sharding): each such group holds all
             pieces, and what its ranks reduced is summed over the groups once a step; 0: over all data ranks. Of experts
             on an axis (``ep``), which fewer ranks hold alike, see ``zero_ranks_along``.
+        overlap_tensor: whether products could exchange the shards of their rows on the tensor axis themselves.
     """
 
     axes: dict[str, int]
@@ -170,6 +171,7 @@ class StepPlan(ShortRepr):
     stage_devices: tuple[StageDevice, ...] = ()
     offload: str = ""
     zero_ranks: int = 0
+    overlap_tensor: bool = False
 
     @property
     def optimizer_on_host(self) -> bool:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from passes.ir.conversions import ALL_GATHER, REDUCE_SCATTER
 from passes.ir.types import I, P, R, SpmdType, largest_part, shard
 
 Factor = str
@@ -36,7 +37,8 @@ class Reduction:
 
     ``elements`` = ``multiple`` × the product of the local sizes of ``factors``, of ``item_size`` bytes each; where
     ``is_gathered`` every rank of the group has as many. ``shared_among`` is a factor by whose entries they are grouped,
-    evenly: an axis that cuts it leaves each rank those of its own entries.
+    evenly: an axis that cuts it leaves each rank those of its own entries. ``in_pieces_of`` is the factor of rows that
+    it sends a few at a time (``pieces_of_rows``).
     """
 
     factor: Factor
@@ -47,6 +49,23 @@ class Reduction:
     phase: str = "forward"
     is_gathered: bool = False
     shared_among: Factor | None = None
+    in_pieces_of: Factor | None = None
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """A matrix product that can gather or scatter the shards of its rows itself, in pieces, while it multiplies.
+
+    Attributes:
+        rows: factor of the last dim of rows.
+        contracted, features: the other two factors: of both operands, of weight and output.
+        item_size: bytes of an element.
+    """
+
+    rows: Factor
+    contracted: Factor
+    features: Factor
+    item_size: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,7 @@ class ShardingRule:
             are, and is handed no partial sums, through which the checker of types lets none but torch's operators.
         exchanged: factor → factors that it cuts at once, of which no tensor has two: the operator itself sends between
             the ranks what their pieces of one need of the other (tokens to the experts of other ranks).
+        row_shards: of a product that may exchange the shards of its rows itself.
     """
 
     inputs: tuple[Dims, ...]
@@ -82,14 +102,16 @@ class ShardingRule:
     inner: frozenset[Factor] = frozenset()
     source: str = TABLE
     exchanged: Mapping[Factor, tuple[Factor, ...]] = field(default_factory=dict)
+    row_shards: RowShards | None = None
 
 
 @dataclass(frozen=True)
 class AxisChoice:
     """What one mesh axis does to one operator.
 
-    ``label`` is ``"replicate"``, ``"invariant"``, ``"cut <factor>"`` or ``"partial <i,…>"`` (the inputs that are P).
-    ``factor`` is the factor cut, or None.
+    ``label`` is ``"replicate"``, ``"invariant"``, ``"cut <factor>"``, ``"partial <i,…>"`` (the inputs that are P), or
+    of a product that exchanges its rows' shards ``"cut <features> from <rows>"``, ``"cut <contracted> to <rows>"``.
+    ``factor`` is the factor cut, or None; ``rows`` that of the rows exchanged.
     """
 
     label: str
@@ -97,6 +119,7 @@ class AxisChoice:
     outputs: tuple[SpmdType, ...]
     factor: Factor | None = None
     reductions: tuple[Reduction, ...] = field(default=())
+    rows: Factor | None = None
 
 
 def axis_choices(
@@ -116,6 +139,8 @@ def axis_choices(
             choices.append(choice)
     if rule.terms and rule.passes_partial and rule.source == TABLE:
         choices.extend(_partial(rule))
+    if rule.row_shards is not None:
+        choices.extend(_exchanging_rows(rule, rule.row_shards, input_grads, output_grads))
     return tuple(choices)
 
 
@@ -163,7 +188,20 @@ def own_collectives(
             num_bytes = item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
             if item.shared_among is not None:
                 num_bytes = num_bytes * local[item.shared_among] // rule.sizes[item.shared_among]
-            yield item, "_".join(group), num_bytes * (math.prod(group.values()) if item.is_gathered else 1)
+            num_bytes *= math.prod(group.values()) if item.is_gathered else 1
+            pieces = 1
+            if item.in_pieces_of is not None:
+                pieces = pieces_of_rows(local[item.in_pieces_of] // math.prod(group.values()))
+            for _ in range(pieces):
+                yield item, "_".join(group), num_bytes // pieces
+
+
+def pieces_of_rows(rows: int) -> int:
+    """In how many equal pieces a product exchanges a shard of ``rows`` rows: in 4 if they divide into as many.
+
+    More would hide more of the first and last piece, and make every product smaller.
+    """
+    return next(pieces for pieces in (4, 3, 2, 1) if rows % pieces == 0)
 
 
 def _replicated(
@@ -228,7 +266,10 @@ def _position_inside(dims: Dims, factor: Factor) -> int | None:
 
 def cuts_in_order(rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
     """Whether no axis cuts what stands before an inner factor in its dim once an outer axis has cut that factor, and
-    the axes of an exchange stand side by side."""
+    the axes of an exchange stand side by side; whether the axis that exchanges rows is the last to cut them, and no
+    other cuts what it contracts or makes."""
+    if not _rows_in_order(rule, choices):
+        return False
     places = [place for place, choice in enumerate(choices) if choice.factor in rule.exchanged]
     if places and places != list(range(places[0], places[0] + len(places))):
         return False
@@ -243,8 +284,70 @@ def cuts_in_order(rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
     return True
 
 
+def _rows_in_order(rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
+    shards = rule.row_shards
+    places = [place for place, choice in enumerate(choices) if choice.rows is not None]
+    if shards is None or not places:
+        return True
+    others = [choice for place, choice in enumerate(choices) if place != places[0]]
+    if len(places) > 1 or any(P in (*each.inputs, *each.outputs) for each in others):
+        return False
+    return not any(each.factor in (shards.contracted, shards.features) for each in others) and not any(
+        each.factor == shards.rows for each in choices[places[0] + 1 :]
+    )
+
+
+def exchanges_equal_rows(rule: ShardingRule | None, choices: Sequence[AxisChoice], sizes: Sequence[int]) -> bool:
+    """Whether the rows that an operator exchanges are cut into equal parts, if it exchanges any."""
+    rows = next((choice.rows for choice in choices if choice.rows is not None), None)
+    if rule is None or rows is None:
+        return True
+    return not rule.sizes[rows] % math.prod(
+        size for size, choice in zip(sizes, choices, strict=True) if rows in (choice.factor, choice.rows)
+    )
+
+
 def _dims(rule: ShardingRule, factor: Factor) -> list[tuple[Factor, ...]]:
     return [factors for dims in (*rule.inputs, *rule.outputs) for factors in dims if factor in factors]
+
+
+def _exchanging_rows(
+    rule: ShardingRule, shards: RowShards, input_grads: Sequence[bool], output_grads: Sequence[bool]
+) -> list[AxisChoice]:
+    """Choices of a product whose input or output has its rows cut, and the weight its features or its other factor.
+
+    Forward the rows are gathered, and once more backward for the weight's gradient; the input's gradient is scattered.
+    Or the output is scattered, and its gradient gathered.
+    """
+    rows, contracted, features = shards.rows, shards.contracted, shards.features
+    whole_input = tuple(factor for dim in rule.inputs[0] for factor in dim)
+    whole_output = tuple(factor for dim in rule.outputs[0] for factor in dim)
+
+    def sent(factor: Factor, collective: str, of: tuple[Factor, ...], phase: str, *, pieces: bool = True) -> Reduction:
+        return Reduction(factor, collective, of, 1, shards.item_size, phase, in_pieces_of=rows if pieces else None)
+
+    gathers = [sent(features, ALL_GATHER, whole_input, "forward")]
+    if len(input_grads) > 1 and input_grads[1]:
+        gathers.append(sent(features, ALL_GATHER, whole_input, "backward", pieces=False))
+    if input_grads[0]:
+        gathers.append(sent(features, REDUCE_SCATTER, whole_input, "backward"))
+    scatters = [sent(contracted, REDUCE_SCATTER, whole_output, "forward")]
+    if any(output_grads):
+        scatters.append(sent(contracted, ALL_GATHER, whole_output, "backward"))
+
+    def types(factor: Factor, first: Factor, last: Factor) -> tuple[tuple[SpmdType, ...], tuple[SpmdType, ...]]:
+        places = [_position(dims, first if place == 0 else factor) for place, dims in enumerate(rule.inputs)]
+        place = _position(rule.outputs[0], last)
+        assert place is not None, "the output has rows and features"
+        return tuple(R if each is None else shard(each) for each in places), (shard(place),)
+
+    return [
+        AxisChoice(label, *types(factor, first, last), factor, tuple(reductions), rows)
+        for label, factor, first, last, reductions in (
+            (f"cut {features} from {rows}", features, rows, features, gathers),
+            (f"cut {contracted} to {rows}", contracted, contracted, rows, scatters),
+        )
+    ]
 
 
 def _partial(rule: ShardingRule) -> list[AxisChoice]:

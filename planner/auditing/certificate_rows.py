@@ -77,6 +77,7 @@ def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
         training=TrainingOptions(step.optimizer, step.gradient_dtype or None, step.optimizer_on_host),
         offload=step.offload or NEVER,
         compiled=step.compiled,
+        overlap_tensor=step.overlap_tensor,
         time_limit=time_limit,
         **_only(demands, "fix", "forbid", "memory_limit", "num_alternatives", "gap"),
     )

@@ -215,7 +215,7 @@ class _Walker:
         flops = self.flops(node, self.values)
         seconds = self.pricing.compute(node, self.values, inputs, outputs, flops=flops, cut=cut, live=live)
         own_collectives = [0.0, 0.0]
-        for reduction in self.pricing.reductions(self.rules(node, self.values), choices, live=live):
+        for reduction in self.pricing.reductions(self.rules(node, self.values), choices, beside=seconds, live=live):
             own_collectives[reduction.phase != "forward"] += reduction.seconds
             add_to_tally(self.tally, (reduction.collective, reduction.axis, reduction.phase), 1, reduction.num_bytes)
         self.charges.append(Charge(node.name, seconds, (own_collectives[0], own_collectives[1])))

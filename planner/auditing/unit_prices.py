@@ -16,21 +16,24 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from cost_models.dtypes import item_size
 from passes.autograd.peak import working_peak
 from passes.autograd.recompute_policies import Activations, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.conversions import step_between
 from passes.ir.graph import Graph, Value
-from passes.ir.types import Placement, shard_dim
+from passes.ir.types import Placement, local_shape, shard_dim
 from passes.losses import Placed, strategies
 from passes.plan import Plan
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units
 from passes.repeats.repeated_blocks import BlockRun
 from passes.rules.expert_rules import is_experts
+from passes.rules.row_shards import LINEAR
 from planner.auditing.graph_walk import Charge, GraphWalk
 from planner.sharding_ilp.liveness import live_nodes
 from planner.whole_step.costs.chunked_units import chunked_units
+from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.step_prices import EXPERT, StepPricing, weight_share
 
 #: Forward and backward.
@@ -217,6 +220,7 @@ class UnitPrices:
         peak = working_peak(
             run.activations, run.nodes, base, local_bytes=local_bytes, extra_bytes=extra_bytes, compiled=self.compiled
         )
+        peak += max((self._exchanged_bytes(run, name) for name in run.nodes if name in run.inputs), default=0.0)
         visiting = self._visiting_bytes(unit)
         saved += visiting if base != "full" else 0.0
         if name != ON_HOST:
@@ -232,6 +236,15 @@ class UnitPrices:
             return 0.0
         nodes = [self.nodes[name] for name in unit.nodes if is_experts(self.nodes[name])]
         return sum(2.0 * self.values[node.inputs[1]].shape[-1] * self.local_bytes(node.output) for node in nodes)
+
+    def _exchanged_bytes(self, run: _UnitOperators, name: str) -> float:
+        """What a product holds that gathers or scatters its rows itself."""
+        node, mesh = run.activations.nodes[name], self.pricing.mesh
+        if node.op != LINEAR:
+            return 0.0
+        source = local_shape(self.values[node.inputs[0]].shape, run.inputs[name][0], mesh)
+        output = local_shape(node.output.shape, run.placements[node.output.name], mesh)
+        return workspace(source, output) * item_size(node.output.dtype)
 
     def _answers_for(self, unit: ModelUnit, root: str) -> bool:
         """Whether the unit holds a storage itself: it makes it, or takes it from the unit before."""

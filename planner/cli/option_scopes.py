@@ -10,8 +10,8 @@ _BATCH = frozenset(("seq_len", "global_batch"))
 #: Of one search, whatever is searched.
 _SEARCH = frozenset(
     (
-        "fix", "headroom", "alternatives", "optimizer", "gradient_dtype", "compiled", "offload", "no_fuse",
-        "time_limit", "max_programs", "solver",
+        "fix", "headroom", "alternatives", "optimizer", "gradient_dtype", "compiled", "overlap_tensor", "offload",
+        "no_fuse", "time_limit", "max_programs", "solver",
     )
 )  # fmt: skip
 

@@ -200,6 +200,11 @@ def _add_step_arguments(group: Any) -> None:
         "activations of blocks for which it pays (activations), all, or auto (whichever is needed or pays)",
     )
     group.add_argument("--compiled", action="store_true", help="price fused kernels, as torch.compile makes them")
+    group.add_argument(
+        "--overlap-tensor",
+        action="store_true",
+        help="linear layers may gather or scatter the rows that tp cuts in pieces, beside their own arithmetic",
+    )
 
 
 @no_collection()
@@ -321,6 +326,7 @@ def _step_options(options: argparse.Namespace) -> dict[str, Any]:
         "optimizer": options.optimizer,
         "gradient_dtype": options.gradient_dtype,
         "compiled": options.compiled,
+        "overlap_tensor": options.overlap_tensor,
         "offload": options.offload,
     }
 

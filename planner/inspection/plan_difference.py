@@ -110,6 +110,9 @@ def _choices(plan: Plan) -> dict[str, str]:
         "offloaded": step.offload or "nothing",
         "gradients": step.gradient_dtype or "float32 or wider",
         "kernels": "fused by torch.compile" if step.compiled else "one an operator",
+        "rows on the tensor axis": "exchanged by products, too"
+        if step.overlap_tensor
+        else "exchanged between operators",
     }
 
 

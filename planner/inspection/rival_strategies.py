@@ -114,6 +114,7 @@ def _of_step(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, P
         fusion=fuse(graph) if step.compiled else None,
         pins=plan.constraints,
         blocks=folded_runs(graph, plan.blocks),
+        overlap_tensor=step.overlap_tensor,
     )
     step_units = StepUnits.of(space, compiled=step.compiled, offload=step.offloads_activations)
     if CHUNKED_LOSS in step.recompute:

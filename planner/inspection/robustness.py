@@ -167,11 +167,12 @@ class _Rivals:
             training=TrainingOptions(step.optimizer, step.gradient_dtype or None, step.optimizer_on_host),
             offload=step.offload or NEVER,
             compiled=step.compiled,
+            overlap_tensor=step.overlap_tensor,
             time_limit=time_limit,
             max_programs=max_programs,
         )
         fusion = fuse(graph) if step.compiled else None
-        self.space = ShardingSpace.of(graph, fusion=fusion, pins=plan.constraints)
+        self.space = ShardingSpace.of(graph, fusion=fusion, pins=plan.constraints, overlap_tensor=step.overlap_tensor)
         self.step_units = StepUnits.of(self.space, compiled=step.compiled, offload=step.offloads_activations)
         #: Shardings on the plan's own cluster, which other memory does not change.
         self.level_one = LevelOne(cluster, self.space, self.step_units)

@@ -105,6 +105,7 @@ def why_not(
             optimizer=step.optimizer,
             gradient_dtype=step.gradient_dtype or None,
             compiled=step.compiled,
+            overlap_tensor=step.overlap_tensor,
             offload=step.offload or "never",
             fuse=plan.fusion is not None,
             time_limit=time_limit,

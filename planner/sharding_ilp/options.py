@@ -17,6 +17,7 @@ from passes.rules.rule import (
     ShardingRule,
     axis_choices,
     cuts_in_order,
+    exchanges_equal_rows,
     pieces_of_work,
 )
 from passes.rules.uneven import Cut, can_run, cuts_of
@@ -86,10 +87,20 @@ class JointChoice:
 
 
 class OperatorChoices:
-    """What every operator of one graph may choose from, remembered: it is the same for all sizes of axes above 1."""
+    """What every operator of one graph may choose from, remembered: it is the same for all sizes of axes above 1.
 
-    def __init__(self, values: Mapping[str, Value], *, rule_for: RuleFor, flops_of: FlopsOf) -> None:
-        self.values, self.rule_for, self.flops_of = values, rule_for, flops_of
+    ``row_axes``: mesh axes on which a product may exchange the shards of its rows itself (``rule.RowShards``).
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Value],
+        *,
+        rule_for: RuleFor,
+        flops_of: FlopsOf,
+        row_axes: frozenset[str] = frozenset(),
+    ) -> None:
+        self.values, self.rule_for, self.flops_of, self.row_axes = values, rule_for, flops_of, row_axes
         self._facts: dict[str, tuple[ShardingRule | None, float]] = {}
         self._ways: dict[tuple[object, ...], tuple[JointChoice, ...]] = {}
 
@@ -112,7 +123,12 @@ class OperatorChoices:
         if key not in self._ways:
             choices = offered(node, self.values, self.facts(node)[0], mesh)
             per_axis = [
-                [choice for choice in offered_on_axis if not many or _is_allowed(choice.label, label_of.get(name))]
+                [
+                    choice
+                    for choice in offered_on_axis
+                    if (choice.rows is None or name in self.row_axes)
+                    and (not many or _is_allowed(choice.label, label_of.get(name)))
+                ]
                 for offered_on_axis, name, many in zip(choices, mesh.names, several)
             ]
             rule = self.facts(node)[0]
@@ -152,16 +168,17 @@ def operator_options(
     rule, flops = offers.facts(node)
     best: dict[tuple[object, ...], Option] = {}
     for choice in offers.ways(node, pricing.mesh, fixed=fixed):
-        if not can_run(node.op, choice.cuts, sizes):
+        if not can_run(node.op, choice.cuts, sizes) or not exchanges_equal_rows(rule, choice.joint, sizes):
             continue
         inputs, outputs = choice.inputs, choice.outputs
         cut = pieces_of_work(rule, choice.joint, sizes)
+        compute = pricing.compute(node, values, inputs, outputs, flops=flops, cut=cut, live=live)
         option = Option(
             labels=choice.labels,
             inputs=inputs,
             outputs=outputs,
-            compute=pricing.compute(node, values, inputs, outputs, flops=flops, cut=cut, live=live),
-            collectives=pricing.reductions(rule, choice.joint, live=live),
+            compute=compute,
+            collectives=pricing.reductions(rule, choice.joint, beside=compute, live=live),
             memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, saved) if keep),
             cut_axes=choice.cut_axes,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from cost_models.memory import StateBytes, state_bytes
@@ -18,6 +17,8 @@ from passes.ir.graph import ITEM_SIZE, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, largest_local_shape
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
+from planner.sharding_ilp.hidden_collectives import exposed
+from planner.sharding_ilp.own_collective import Collective
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
 
@@ -41,17 +42,6 @@ class Prices(Protocol):
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective that an operator issues itself."""
-
-    collective: str
-    axis: str
-    phase: str
-    num_bytes: int
-    seconds: float
-
-
 class Pricing:
     """Prices under one cost model and mesh, cached.
 
@@ -64,6 +54,7 @@ class Pricing:
         self.cost_model = cost_model
         self.mesh = mesh
         self.bundles = bundles or {}
+        self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
         self._collectives: dict[tuple[str, int, str], float] = {}
         self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
         self._step_bytes: dict[tuple[tuple[int, ...], str, Placement, Placement], int] = {}
@@ -162,9 +153,12 @@ class Pricing:
         return forward, price(flops=0.0, num_bytes=back, dtype=dtype)
 
     def reductions(
-        self, rule: ShardingRule | None, choices: Sequence[AxisChoice], *, live: bool
+        self, rule: ShardingRule | None, choices: Sequence[AxisChoice], *, beside: tuple[float, float], live: bool
     ) -> tuple[Collective, ...]:
-        """The collectives that an operator issues itself; backward ones only if a gradient comes back."""
+        """The collectives that an operator issues itself; backward ones only if a gradient comes back.
+
+        ``beside``: seconds that it computes, forward and backward, beside which pieces of them may run.
+        """
         if rule is None or not any(choice.reductions for choice in choices):
             return ()
         collectives = []
@@ -172,5 +166,6 @@ class Pricing:
             if item.phase == "backward" and not live:
                 continue
             seconds = self.collective(item.collective, num_bytes, axis)
-            collectives.append(Collective(item.collective, axis, item.phase, num_bytes, seconds))
-        return tuple(collectives)
+            in_pieces = item.in_pieces_of is not None
+            collectives.append(Collective(item.collective, axis, item.phase, num_bytes, seconds, in_pieces))
+        return exposed(collectives, choices, beside=beside, slowdown=self.overlap_slowdown)

@@ -27,11 +27,12 @@ OPTION_FIELDS: Mapping[str, str] = {
     "optimizer": "optimizer",
     "gradient_dtype": "gradient_dtype",
     "compiled": "compiled",
+    "overlap_tensor": "overlap_tensor",
     "offload": "offload",
     "fuse": "fuse",
     "solver": "solver",
 }
-_FLAGS = ("compiled", "fuse")
+_FLAGS = ("compiled", "overlap_tensor", "fuse")
 _TABLES = ("fix", "forbid", "pins")
 _FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 

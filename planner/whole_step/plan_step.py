@@ -128,7 +128,12 @@ class _Planner:
     def pose(self, blocks: tuple[BlockRun, ...] | None) -> None:
         """Set up what all searches share; ``blocks``: blocks whose copies are planned alike, None for all."""
         self.space = ShardingSpace.of(
-            self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks, solver=self.demands.solver
+            self.graph,
+            fusion=self.fusion,
+            pins=self.pins,
+            blocks=blocks,
+            solver=self.demands.solver,
+            overlap_tensor=self.demands.overlap_tensor,
         )
         self.step_units = StepUnits.of(
             self.space, compiled=self.demands.compiled, offload=self.demands.offloads_activations

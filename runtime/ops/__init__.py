@@ -31,6 +31,7 @@ from runtime.ops.random import (
     seed,
     set_random_state,
 )
+from runtime.ops.row_shards import gathered_linear, scattered_linear
 from runtime.ops.sharded_expert_linear import expert_linear
 from runtime.ops.sharded_experts import experts
 from runtime.ops.sharded_linear_cross_entropy import linear_cross_entropy
@@ -46,6 +47,7 @@ __all__ = [
     "embedding",
     "expert_linear",
     "experts",
+    "gathered_linear",
     "get_random_state",
     "grouped_query_attention",
     "in_microbatch",
@@ -64,6 +66,7 @@ __all__ = [
     "retyped",
     "running_again",
     "scaled_dot_product_attention",
+    "scattered_linear",
     "seed",
     "set_random_state",
     "store",

@@ -59,6 +59,7 @@ class Demands:
         memory_limit: bytes that a device may hold; None for its own memory.
         training: optimizer and gradient dtype.
         compiled: whether elementwise chains run as fused kernels, as ``torch.compile`` makes them.
+        overlap_tensor: whether products may exchange the shards of their rows on the tensor axis themselves.
         num_alternatives: how many plans to return, the best first.
         gap: the search stops when no plan can be better by more than this share.
         time_limit: seconds; None: ``TIME_LIMIT``, of a model with experts ``EXPERT_TIME_LIMIT``.
@@ -75,6 +76,7 @@ class Demands:
     memory_limit: float | None = None
     training: TrainingOptions = field(default_factory=TrainingOptions)
     compiled: bool = False
+    overlap_tensor: bool = False
     num_alternatives: int = 1
     gap: float = 9.5e-3
     time_limit: float | None = None
@@ -121,6 +123,7 @@ STEP_OPTIONS: Mapping[str, Any] = {
     "optimizer": "adamw",
     "gradient_dtype": None,
     "compiled": False,
+    "overlap_tensor": False,
     "offload": NEVER,
 }
 

@@ -161,7 +161,7 @@ def _best(
         for choice in axis_choices(
             rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs]
         )
-        if _cuts_samples(choice, node, values, num_samples)
+        if choice.rows is None and _cuts_samples(choice, node, values, num_samples)
     ]
 
     def effort(choice: AxisChoice) -> tuple[float, bool, bool]:

@@ -144,7 +144,7 @@ class _Finder:
             input_grads=[self.values[name].requires_grad for name in node.inputs],
             output_grads=[value.requires_grad for value in node.outputs],
         )
-        return next((choice.label for choice in choices if choice.factor == factor), None)
+        return next((choice.label for choice in choices if choice.factor == factor and choice.rows is None), None)
 
     def _followers(self, region: ExpertRegion, name: str, dim: int) -> Iterator[tuple[Node, str]]:
         """Users of a value with a dim of experts, and their factor of that dim; that some cannot be cut may show that

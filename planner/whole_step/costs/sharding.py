@@ -93,7 +93,8 @@ class ShardingSpace:
     """What all cuts of one graph have in common, built once.
 
     ``rules`` narrow the options on the tensor axis; ``unconverted`` values must not be converted; ``solver`` solves the
-    programs. ``without_experts``: what an axis of experts divides otherwise than a data axis costs nothing (a bound).
+    programs. ``row_axes``: on which products may exchange their rows. ``without_experts``: what an axis of experts
+    divides otherwise than a data axis costs nothing (a bound).
     """
 
     graph: Graph
@@ -107,6 +108,7 @@ class ShardingSpace:
     unconverted: frozenset[str] = frozenset()
     solver: str = HIGHS
     without_experts: bool = False
+    row_axes: frozenset[str] = frozenset()
 
     @functools.cached_property
     def expert_nodes(self) -> frozenset[str]:
@@ -155,7 +157,7 @@ class ShardingSpace:
     @functools.cached_property
     def offers(self) -> OperatorChoices:
         """What the operators may choose from, whatever the cut."""
-        return OperatorChoices(self.graph.values, rule_for=rule_for, flops_of=forward_flops)
+        return OperatorChoices(self.graph.values, rule_for=rule_for, flops_of=forward_flops, row_axes=self.row_axes)
 
     @staticmethod
     def of(
@@ -165,6 +167,7 @@ class ShardingSpace:
         pins: Pins | None = None,
         blocks: tuple[BlockRun, ...] | None = None,
         solver: str = HIGHS,
+        overlap_tensor: bool = False,
     ) -> ShardingSpace:
         """The space of ``graph``; ``pins`` are constraints by pattern, see ``planner.sharding_ilp.constraints``.
 
@@ -178,8 +181,9 @@ class ShardingSpace:
         followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first, repeated=repeated)
         states = state_derived(graph)
         return ShardingSpace(
-            graph, structure.runs, structure, followed, states, fusion or Fusion(), pinned, solver=solver
-        )
+            graph, structure.runs, structure, followed, states, fusion or Fusion(), pinned, solver=solver,
+            row_axes=frozenset({TENSOR} if overlap_tensor else ()),
+        )  # fmt: skip
 
 
 class Shardings:

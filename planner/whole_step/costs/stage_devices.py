@@ -197,7 +197,7 @@ def _option(space: ShardingSpace, pricing: StepPricing, element: Element, option
     live = node.name in space.live
     cut = pieces_of_work(rule, way.joint, mesh.sizes)
     compute = pricing.compute(node, space.offers.values, option.inputs, option.outputs, flops=flops, cut=cut, live=live)
-    return replace(option, compute=compute, collectives=pricing.reductions(rule, way.joint, live=live))
+    return replace(option, compute=compute, collectives=pricing.reductions(rule, way.joint, beside=compute, live=live))
 
 
 def _conversion(pricing: StepPricing, stream: ValueStream, item: Conversion) -> Conversion:

@@ -20,6 +20,7 @@ from passes.ir.types import I, MeshShape, Placement, R, local_shape
 from passes.rules.expert_rules import grouped_products, is_experts
 from passes.rules.kinds import (
     ATTENTION,
+    COPY,
     ELEMENTWISE,
     FUSED_ELEMENTWISE,
     MATMUL,
@@ -28,7 +29,9 @@ from passes.rules.kinds import (
     kind_of,
     matmul_shape,
 )
+from passes.rules.row_shards import LINEAR
 from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
+from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
 #: The axis that divides samples as the data axis does, and experts (``passes.rules.expert_rules``).
@@ -165,18 +168,7 @@ class StepPricing(Pricing):
         if is_experts(node):
             return self._experts(node, values, inputs, written, flops=local_flops, live=bool(grads))
         if kind == MATMUL:
-            shape, is_odd = self._matmul(node, values, inputs, outputs)
-            price = functools.partial(price, odd_rows=is_odd)
-            forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
-            matrices = [name for name in grads if len(values[name].shape) > 1]
-            backward = sum(
-                price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=turned)
-                for turned in _turned(shape)[: len(matrices)]
-            )
-            if len(grads) > len(matrices):  # a bias: the sum of the rows of the output's gradient
-                gradient_bytes = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
-                backward += price(flops=0.0, num_bytes=gradient_bytes, dtype=dtype, kind=REDUCTION)
-            return forward, backward
+            return self._product(node, values, inputs, outputs, flops=local_flops, num_bytes=num_bytes, grads=grads)
         if kind == ATTENTION and forms_scores(node):
             seconds = self._formed_attention(node, values, inputs)
             return seconds if grads else (seconds[0], 0.0)
@@ -197,6 +189,42 @@ class StepPricing(Pricing):
             if values[name].requires_grad and (node.name, name) not in self.fusion.reads
         )
         return forward, price(flops=0.0, num_bytes=num_bytes + gradient_bytes, dtype=dtype, kind=kind)
+
+    def _product(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        num_bytes: float,
+        grads: Sequence[str],
+    ) -> tuple[float, float]:
+        """One matrix product forward, one for the gradient of each matrix backward."""
+        (shape, pieces, copied), is_odd = self._matmul(node, values, inputs, outputs)
+        dtype = node.output.dtype
+        price = functools.partial(self.prices.compute_seconds, dtype=dtype)
+        multiply = functools.partial(price, kind=MATMUL, odd_rows=is_odd)
+
+        def in_pieces(shape: tuple[int, int, int, int]) -> float:
+            batch, m, *rest = shape
+            part = (batch, max(1, m // pieces), rest[0], rest[1])
+            return pieces * multiply(flops=flops / pieces, num_bytes=num_bytes / pieces, shape=part)
+
+        matrices = [name for name in grads if len(values[name].shape) > 1]
+        of_source, of_weight = _turned(shape)
+        forward = in_pieces(shape)
+        backward = (in_pieces(of_source) if matrices else 0.0) + (
+            multiply(flops=flops, num_bytes=num_bytes, shape=of_weight) if len(matrices) > 1 else 0.0
+        )
+        if len(grads) > len(matrices):  # a bias: the sum of the rows of the output's gradient
+            gradient_bytes = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
+            backward += price(flops=0.0, num_bytes=gradient_bytes, kind=REDUCTION)
+        if pieces > 1 or any(copied):
+            copies = [price(flops=0.0, num_bytes=each * item_size(dtype), kind=COPY) for each in copied]
+            forward, backward = forward + copies[0], backward + (copies[1] if grads else 0.0)
+        return forward, backward
 
     def _experts(
         self,
@@ -275,12 +303,14 @@ class StepPricing(Pricing):
 
     def _matmul(
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], outputs: Sequence[Placement]
-    ) -> tuple[tuple[int, int, int, int], bool]:
-        """The shape of a product's part, and whether rows are odd: in the whole too, as then some rank's are."""
+    ) -> tuple[RowExchange, bool]:
+        """How a product's part runs, and whether rows are odd: in the whole too, as then some rank's are."""
         parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
-        part = matmul_shape(node, parts, local_shape(node.output.shape, outputs[0], self.mesh))
+        output = local_shape(node.output.shape, outputs[0], self.mesh)
+        part = matmul_shape(node, parts, output)
         whole = matmul_shape(node, [values[name].shape for name in node.inputs], node.output.shape)
-        return part, has_odd_rows(part) or has_odd_rows(whole)
+        exchange = row_exchange(part, parts[0], output) if node.op == LINEAR else RowExchange(part, 1, (0.0, 0.0))
+        return exchange, has_odd_rows(part) or has_odd_rows(whole)
 
 
 def forms_scores(node: Node) -> bool:
@@ -316,6 +346,7 @@ class BatchPrices:
         self.axes = "_".join(axes)
         self.inner = cost_model
         self.compute_seconds = cost_model.compute_seconds
+        self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
         self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:

@@ -11,18 +11,21 @@ from collections import ChainMap, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cost_models.dtypes import item_size
 from passes.autograd.peak import working_peak
 from passes.autograd.recompute_policies import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
-from passes.ir.types import Placement, shard_dim
+from passes.ir.types import Placement, local_shape, shard_dim
 from passes.losses import ChunkedUnits, Placed, strategies
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
 from passes.rules.expert_rules import is_experts
+from passes.rules.row_shards import LINEAR
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
+from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
 from planner.whole_step.costs.step_prices import EXPERT, weight_share
 from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight, on_host
@@ -319,7 +322,7 @@ class _FigureReader:
         saved += sum(self._extra_bytes(extra) for extra in rule.extras)
         if keep_copies:
             saved += sum(num_bytes for num_bytes, _ in copies.values())
-        visiting = self._visiting_bytes(way)
+        visiting, exchanged = self._visiting_bytes(way), self._exchanged_bytes(way)
         saved += visiting if base != "full" else 0.0
         options = [self.options[node] for node in rule.recomputed if node in self.options]
         compute = sum(option.compute[0] for option in options)
@@ -336,6 +339,7 @@ class _FigureReader:
             extra_bytes=self._extra_bytes,
             compiled=self.step_units.compiled,
         )
+        peak += exchanged
         if name == ON_HOST:
             staying = sum(self._local_bytes(self.values[root]) for root in roots if root in unit.carried)
             return on_host(compute, again, saved, peak + visiting, staying=staying)
@@ -354,6 +358,19 @@ class _FigureReader:
             k = self.values[node.inputs[1]].shape[-1]
             total += 2.0 * k * self.pricing.local_bytes(node.output, placed.outputs[0])
         return total
+
+    def _exchanged_bytes(self, way: UnitVariant) -> float:
+        """What the product that holds the most of its rows' exchange holds."""
+        return max((self._exchange_of(way, name) for name in way.nodes if name in way.placed), default=0.0)
+
+    def _exchange_of(self, way: UnitVariant, name: str) -> float:
+        node, placed = way.activations.nodes[name], way.placed[name]
+        if node.op != LINEAR:
+            return 0.0
+        mesh, source = self.variant.cut.mesh, self.values[node.inputs[0]]
+        before = local_shape(source.shape, placed.inputs[0], mesh)
+        behind = local_shape(node.output.shape, placed.outputs[0], mesh)
+        return workspace(before, behind) * item_size(node.output.dtype)
 
     def _logits_again(self, index: int) -> float:
         """Seconds of the matrix products that losses in chunks do once more; that logits are not widened is not counted

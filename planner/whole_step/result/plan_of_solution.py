@@ -140,6 +140,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         zero_ranks=candidate.layout.zero_ranks if divides else 0,
         offload=recorded_offload(demands),
         compiled=demands.compiled,
+        overlap_tensor=demands.overlap_tensor,
         costs=costs,
         memory=memory_by_rank(search, best.solution, best.step),
         memory_limit=max([limit for _, limit in search.device_limits(candidate)], default=search.memory),
