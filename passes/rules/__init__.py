@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from passes.ir.graph import Node, Ref, Value
-from passes.rules import expert_rules, fused, layers, reductions, row_shards
+from passes.rules import expert_rules, fused, layers, linear_rows, reductions
 from passes.rules import selections as structure
 from passes.rules import view_rules as views
 from passes.rules.flops import FLOPS
@@ -29,7 +29,7 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     **structure.COMPUTED,
     **layers.COMPUTED,
     **fused.COMPUTED,
-    **row_shards.COMPUTED,
+    **linear_rows.COMPUTED,
     expert_rules.EXPERTS: expert_rules.experts,
 }
 _CACHE: dict[Any, ShardingRule | None] = {}

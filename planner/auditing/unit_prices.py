@@ -29,7 +29,7 @@ from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units
 from passes.repeats.repeated_blocks import BlockRun
 from passes.rules.expert_rules import is_experts
-from passes.rules.row_shards import LINEAR
+from passes.rules.linear_rows import LINEAR
 from planner.auditing.graph_walk import Charge, GraphWalk
 from planner.sharding_ilp.liveness import live_nodes
 from planner.whole_step.costs.chunked_units import chunked_units

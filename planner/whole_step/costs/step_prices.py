@@ -29,7 +29,7 @@ from passes.rules.kinds import (
     kind_of,
     matmul_shape,
 )
-from passes.rules.row_shards import LINEAR
+from passes.rules.linear_rows import LINEAR
 from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
 from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
 

@@ -21,7 +21,7 @@ from passes.losses import ChunkedUnits, Placed, strategies
 from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
 from passes.rules.expert_rules import is_experts
-from passes.rules.row_shards import LINEAR
+from passes.rules.linear_rows import LINEAR
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
