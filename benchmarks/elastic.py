@@ -56,7 +56,7 @@ TRAININGS = {
 
 
 @dataclass(frozen=True)
-class Started:
+class MemberProcess:
     """A process of the fork server, as the supervisor looks after it."""
 
     process: multiprocessing.process.BaseProcess
@@ -75,7 +75,7 @@ class Killer:
     folder: Path
     draw: random.Random
     kills_left: int
-    processes: dict[int, Started] = field(default_factory=dict)
+    processes: dict[int, MemberProcess] = field(default_factory=dict)
     killed_at: list[int] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -114,12 +114,12 @@ def run_elastically(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     killer = Killer(folder, draw, num_kills)
 
-    def start(number: int, place: int) -> Started:
+    def start(number: int, place: int) -> MemberProcess:
         pause = draw.uniform(0.0, LATEST) if number > num_processes and num_kills else 0.0
         member = {STORE_VARIABLE: f"127.0.0.1:{store.port}", MEMBER_VARIABLE: str(number)}
         process = FORK_SERVER.Process(target=run_member, args=(training, folder, member, pause), daemon=True)
         process.start()
-        killer.processes[number] = Started(process)
+        killer.processes[number] = MemberProcess(process)
         return killer.processes[number]
 
     supervisor = Supervisor(
