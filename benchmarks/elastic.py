@@ -18,14 +18,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
+import multiprocessing
+import multiprocessing.process
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.elastic_worker import Training, rows_in, train_alone, train_elastically
+from benchmarks.elastic_worker import Training, rows_in, run_member, train_alone
 from benchmarks.kill_points import drawn
 from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Leader
 from runtime.elastic.supervisor import Supervisor
@@ -44,6 +44,9 @@ NUM_PROCESSES, LEAST, TOLERANCE = 4, 2, 1e-6
 LATEST = 4.0
 #: Seconds that a training has at most.
 LIMIT = 900.0
+#: This process has run autograd, after which torch 2.11 refuses to in its forks: the server has only imported it.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["benchmarks.elastic_worker", "planner.whole_step.plan_step", "torch.export._trace"])
 
 TRAININGS = {
     "dp, ZeRO 3": Training({n: f"dp={n}" for n in (1, 2, 3, 4)}, {"zero": 3}, num_steps=400, pause=0.1),
@@ -52,44 +55,17 @@ TRAININGS = {
 }
 
 
-@dataclass
-class Forked:
-    """A process that was forked."""
+@dataclass(frozen=True)
+class MemberProcess:
+    """A process of the fork server, as the supervisor looks after it."""
 
-    pid: int
-    code: int | None = None
+    process: multiprocessing.process.BaseProcess
 
     def poll(self) -> int | None:
-        if self.code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if ended else None
-        return self.code
+        return self.process.exitcode
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-def forked(run: Callable[[], None], log: Path) -> Forked:
-    """A copy of this process that does ``run`` and ends."""
-    pid = os.fork()
-    if pid:
-        return Forked(pid)
-    code = 1
-    try:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        run()
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        self.process.kill()
 
 
 @dataclass
@@ -99,7 +75,7 @@ class Killer:
     folder: Path
     draw: random.Random
     kills_left: int
-    processes: dict[int, Forked] = field(default_factory=dict)
+    processes: dict[int, MemberProcess] = field(default_factory=dict)
     killed_at: list[int] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -112,8 +88,8 @@ class Killer:
                 continue
             if self.ended.wait(self.draw.uniform(0.0, 1.0)):
                 return
-            victim = self.draw.choice([one for one in self.processes.values() if one.code is None])
-            os.kill(victim.pid, signal.SIGKILL)
+            victim = self.draw.choice([one for one in self.processes.values() if one.poll() is None])
+            victim.kill()
             self.kills_left -= 1
             time.sleep(0.1)  # what was on its way is written down
             self.killed_at.append(newest_in(rows_in(self.folder)))
@@ -138,15 +114,12 @@ def run_elastically(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     killer = Killer(folder, draw, num_kills)
 
-    def start(number: int, place: int) -> Forked:
+    def start(number: int, place: int) -> MemberProcess:
         pause = draw.uniform(0.0, LATEST) if number > num_processes and num_kills else 0.0
-
-        def run() -> None:
-            time.sleep(pause)  # as a process that imports everything
-            os.environ[STORE_VARIABLE], os.environ[MEMBER_VARIABLE] = f"127.0.0.1:{store.port}", str(number)
-            train_elastically(training, folder)
-
-        killer.processes[number] = forked(run, folder / "log")
+        member = {STORE_VARIABLE: f"127.0.0.1:{store.port}", MEMBER_VARIABLE: str(number)}
+        process = FORK_SERVER.Process(target=run_member, args=(training, folder, member, pause), daemon=True)
+        process.start()
+        killer.processes[number] = MemberProcess(process)
         return killer.processes[number]
 
     supervisor = Supervisor(

@@ -66,6 +66,16 @@ def loss_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     return (outputs - 1).pow(2).mean()
 
 
+def run_member(training: Training, folder: Path, member: Mapping[str, str], pause: float) -> None:
+    """Train as the process that ``member`` says, and write to the training's log; begin after ``pause`` seconds."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    time.sleep(pause)  # as a process that imports everything
+    os.environ.update(member)
+    train_elastically(training, folder)
+
+
 def train_elastically(training: Training, folder: Path) -> None:
     """Train as a process that a supervisor has started; each writes down the losses that it has seen, by step."""
     torch.set_num_threads(1)

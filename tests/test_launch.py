@@ -24,7 +24,7 @@ import planner
 from runtime.launch import last_words
 from runtime.launch.last_words import first_to_fail
 from runtime.launch.place import LaunchError, ProcessPlace
-from runtime.launch.rendezvous import Deadline, check_in
+from runtime.launch.rendezvous import Deadline, agree_on_meeting, check_in
 from tests.patience import PATIENCE
 from tests.rank_server import of_no_job
 from tests.ranks import ROOT, free_port, run_on_ranks, run_script
@@ -106,6 +106,28 @@ def test_unequal_world_sizes_end_the_job_at_once() -> None:
     store.set("world_size", "2")
     outcomes = check_in_all(store, (0, 2), (1, 3))
     assert all("rank 1 of 3" in error and "expects 3 processes, the first one to come 2" in error for error in outcomes)
+
+
+def test_a_start_at_a_store_that_others_have_used_hears_of_its_own_processes_alone() -> None:
+    """As torchrun's agents start workers again, three and then two: the others are there before rank 0."""
+    store = dist.HashStore()
+
+    def meeting(rank: int, world_size: int) -> str:
+        place = ProcessPlace(rank, world_size, None, "node1", 4000, "torchrun")
+        return agree_on_meeting(store, place, Deadline.after(PATIENCE))
+
+    names = []
+    with ThreadPoolExecutor() as threads:
+        for world_size in (3, 2):
+            started = store.add("meshwright/processes", 0)
+            others = [threads.submit(meeting, rank, world_size) for rank in range(1, world_size)]
+            while store.add("meshwright/processes", 0) < started + world_size - 1:
+                time.sleep(0.01)
+            names.append(meeting(0, world_size))
+            assert [other.result() for other in others] == names[-1:] * (world_size - 1)
+    assert names[0] != names[1]
+    with pytest.raises(LaunchError, match=r"rank 1 did not come within 0\.1 s\. .*the launcher runs on every host"):
+        agree_on_meeting(store, ProcessPlace(0, 2, None, "node1", 4000, "torchrun"), Deadline.after(0.1))
 
 
 def test_nobody_at_the_address_and_a_stranger_there() -> None:

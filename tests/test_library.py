@@ -219,7 +219,12 @@ def test_configs_from_files_and_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot read"), ("[]", "no 'model_type'"), ('{"model_type": "nonsense"}', "does not know model type")],
+    [
+        ("{", "cannot read"),
+        ("[]", "no 'model_type'; expected the config.json"),
+        ('{"model_type": "nonsense"}', "does not know model type 'nonsense'.* install a transformers that has it"),
+        ('{"model_type": "lama"}', "does not know model type 'lama', did you mean 'llama'"),
+    ],
 )
 def test_bad_config_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.json"

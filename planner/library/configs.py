@@ -24,6 +24,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from cost_models.fields import suggest
 from cost_models.files import read_json
 from planner.library.installed_transformers import transformers_module
 
@@ -47,14 +48,21 @@ def load_config(name_or_path: str | Path) -> Any:
     except ValueError as error:
         raise ValueError(f"cannot read {path}: expected a Hugging Face config in JSON ({error})") from error
     if not isinstance(entries, dict) or "model_type" not in entries:
-        raise ValueError(f"{path} is no Hugging Face config: it has no 'model_type'")
+        raise ValueError(
+            f"{path} is no Hugging Face config: it has no 'model_type'; expected the config.json of a model, which "
+            'says what it is ("model_type": "llama")'
+        )
     model_type = entries.pop("model_type")
-    auto_config = transformers_module().AutoConfig
+    transformers = transformers_module()
     try:
-        config = auto_config.for_model(model_type, **entries)
+        config = transformers.AutoConfig.for_model(model_type, **entries)
     except Exception as error:  # its checks raise what they like
         if isinstance(error, ValueError) and "Unrecognized model identifier" in str(error):
-            raise ValueError(f"{path}: transformers does not know model type {str(model_type)[:60]!r}") from error
+            raise ValueError(
+                f"{path}: transformers {transformers.__version__} does not know model type {str(model_type)[:60]!r}"
+                f"{suggest(str(model_type), transformers.CONFIG_MAPPING)}; correct it, or install a transformers that "
+                "has it; code of your own is planned from Python, planner.plan(module, cluster, example_inputs=…)"
+            ) from error
         raise ValueError(f"{path}: transformers does not take this config: {error}") from error
     if isinstance(entries.get("tie_word_embeddings"), bool):
         config.tie_word_embeddings = entries["tie_word_embeddings"]  # T5's own config class says True whatever is given

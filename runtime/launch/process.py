@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from runtime.launch.place import LaunchError, ProcessPlace, find_place
-from runtime.launch.rendezvous import Deadline, check_in, open_store
+from runtime.launch.rendezvous import Deadline, agree_on_meeting, check_in, open_store
 
-#: How often this process has joined a group: each time its peers meet under other names at the same store.
+#: How often this process has joined a group: each time its peers meet under other names at the store that rank 0 keeps.
 _joined = 0
 
 
@@ -172,7 +172,7 @@ def _join(place: ProcessPlace, device: torch.device, backend: str, timeout: floa
         deadline=deadline,
     )
     _joined += 1
-    meeting = f"meshwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined}"
+    meeting = agree_on_meeting(store, place, deadline) if by_agent else f"meshwright/joined/{_joined}"
     check_in(dist.PrefixStore(f"{meeting}/check-in", store), place, deadline)
     try:
         dist.init_process_group(

@@ -6,11 +6,12 @@ reason at the store, so that all end at once and with the same words.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -114,15 +115,66 @@ def _await_listener(address: str, port: int, *, waiting: str, keeper: str, deadl
     )
 
 
+def agree_on_meeting(store: dist.Store, place: ProcessPlace, deadline: Deadline) -> str:
+    """A name for the keys of those that start together, at a store that earlier ones have used.
+
+    torchrun's agents keep one store over restarts, and nothing in the environment tells one start from another: each
+    agent counts the failures of its own processes alone. So every process takes a number that no other has had; those
+    that started before cannot have heard of it.
+
+    Raises:
+        LaunchError: if not all come before ``deadline``.
+    """
+    number = str(store.add("meshwright/processes", 1))
+    with _store_kept(place):
+        return (
+            _call_others(store, number, place, deadline) if place.rank == 0 else _hear(store, number, place, deadline)
+        )
+
+
+def _call_others(store: dist.Store, number: str, place: ProcessPlace, deadline: Deadline) -> str:
+    """Wait for the numbers of all others, and tell each that it was heard."""
+    meeting = f"meshwright/{number}"
+    store.set("meshwright/newest", meeting)
+    keys = [f"{meeting}/rank/{rank}" for rank in range(1, place.world_size)]
+    while not store.check(keys):
+        if deadline.left == 0:
+            absent = [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
+            raise LaunchError(
+                f"{_who(place)}: {ranks(absent)} did not come within {deadline.seconds:g} s. {_HINTS[place.source]}"
+            )
+        time.sleep(max(_LOOK_SECONDS[0], place.world_size / 10_000))
+    store.set(f"{meeting}/members", ",".join([number, *(store.get(key).decode() for key in keys)]))
+    return meeting
+
+
+def _hear(store: dist.Store, number: str, place: ProcessPlace, deadline: Deadline) -> str:
+    """Tell rank 0 this process's number until one answers that started with it."""
+    meeting, told = "", ""
+    while deadline.left > 0:
+        if store.check(["meshwright/newest"]):
+            meeting = store.get("meshwright/newest").decode()
+        if meeting != told:
+            store.set(f"{meeting}/rank/{place.rank}", number)
+            told = meeting
+        if meeting and store.check([f"{meeting}/members"]):
+            members = store.get(f"{meeting}/members").decode().split(",")
+            if members[place.rank : place.rank + 1] == [number]:
+                return meeting
+        time.sleep(max(_LOOK_SECONDS[0], place.world_size / 10_000))
+    raise LaunchError(
+        f"{_who(place)}: rank 0, or another, did not come within {deadline.seconds:g} s. {_HINTS[place.source]}"
+    )
+
+
 def check_in(store: dist.Store, place: ProcessPlace, deadline: Deadline) -> None:
     """Wait until all ranks are there.
 
     Raises:
         LaunchError: if not all come before ``deadline``, or they contradict each other; on all ranks that came.
     """
-    ours = f"{socket.gethostname()} (process {os.getpid()})"
-    who = f"rank {place.rank} of {place.world_size} on {ours}"
-    try:
+    ours, who = _ours(), _who(place)
+    with _store_kept(place):
         world_size = store.compare_set("world_size", "", str(place.world_size)).decode()
         holder = store.compare_set(f"rank/{place.rank}", "", ours).decode()
         arrived = store.add("arrived", 1)
@@ -135,13 +187,28 @@ def check_in(store: dist.Store, place: ProcessPlace, deadline: Deadline) -> None
         verdict = _await_verdict(store, place, deadline)
         if verdict != _FINE:
             _take_leave(store, place)
-    except dist.DistError as error:
-        raise LaunchError(
-            f"{who} lost the rendezvous at {place.address}:{place.port} while waiting for its peers: whoever kept it "
-            f"has ended ({error})"
-        ) from error
     if verdict != _FINE:
         raise LaunchError(f"{who}, rendezvous at {place.address}:{place.port}: {verdict}")
+
+
+def _ours() -> str:
+    return f"{socket.gethostname()} (process {os.getpid()})"
+
+
+def _who(place: ProcessPlace) -> str:
+    return f"rank {place.rank} of {place.world_size} on {_ours()}"
+
+
+@contextlib.contextmanager
+def _store_kept(place: ProcessPlace) -> Iterator[None]:
+    """Say so where the store ends while something is asked of it."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise LaunchError(
+            f"{_who(place)} lost the rendezvous at {place.address}:{place.port} while waiting for its peers: whoever "
+            f"kept it has ended ({error})"
+        ) from error
 
 
 def _judge(store: dist.Store, verdict: str) -> None:
