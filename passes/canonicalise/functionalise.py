@@ -227,12 +227,12 @@ def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> f
         order = [dim % len(rest[0]) for dim in rest[0]]
         return insert(before, aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
     if is_tensor(source) and value(source).numel() == value(new).numel() and value(source).dtype == value(new).dtype:
-        order = _order_of_dims(view, source)
-        if order is not None and order == sorted(order):
+        dims = _order_of_dims(view, source)
+        if dims is not None and dims == sorted(dims):
             same = shape(source) == shape(new)
             return new if same else insert(before, aten.reshape.default, (new, list(shape(source))))
-        if order is not None:
-            return insert(before, aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
+        if dims is not None:
+            return insert(before, aten.permute.default, (new, [dims.index(dim) for dim in range(len(dims))]))
     raise CaptureError(f"the model writes in place through {name}, which has no functional form: clone it first")
 
 

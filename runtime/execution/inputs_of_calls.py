@@ -50,7 +50,8 @@ def refuse_other_cuts(plan: Plan, tensors: Mapping[Path, torch.Tensor]) -> None:
         for path, tensor in tensors.items()
         if tensor.shape and input_key(path) in plan.inputs
     ]
-    here, planned = (_most_common([shapes[number][0] for shapes in pairs]) for number in (1, 2))
+    here = _most_common([shape[0] for _, shape, _, _ in pairs])
+    planned = _most_common([whole[0] for _, _, whole, _ in pairs])
     lengths = [(shape[dim], whole[dim]) for _, shape, whole, dim in pairs if dim is not None]
     some, all_samples = max(lengths, key=lambda pair: (lengths.count(pair), pair), default=(1, 1))
     wrong = [
