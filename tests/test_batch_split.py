@@ -12,6 +12,8 @@ from torch import nn
 import planner
 from passes.capture import capture, keep_float64
 from passes.fuse import fuse
+from passes.rules import rule_for
+from planner.whole_step.costs.batch_propagation import follow_batch
 from runtime.execution.batch_split import BatchSplit, split_of
 from tests import stage_models as models
 from tests.small_models import seeded
@@ -94,3 +96,20 @@ def test_five_samples_that_only_operators_cut_are_computed_whole_by_each_rank() 
     with pytest.warns(UserWarning, match="a batch of this shape cannot be shared equally by the 2 ranks of dp"):
         report = planner.verify(model, plan, batch=batches[1], steps=1)
     assert report.largest_error <= 1e-9 and report.disagreement == 0
+
+
+class Cosines(nn.Module):
+    """Its width is the number of samples by chance; a token is expanded to one for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.classes = nn.Parameter(torch.ones(1, 1, 8)), nn.Parameter(torch.ones(11, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        return (F.normalize(hidden, dim=-1) @ F.normalize(self.classes, dim=-1).T).square().mean()
+
+
+def test_what_is_expanded_to_a_width_like_the_number_of_samples_mixes_none() -> None:
+    graph = capture(Cosines(), args=(torch.ones(8, 3, 8),))
+    assert follow_batch(graph, rules=rule_for).mixing == ()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import planner
+from passes.capture import capture
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -245,6 +246,53 @@ def test_own_samples_are_refused_where_the_plan_cuts_no_batch() -> None:
         parallel(**token_batch())
         with pytest.raises(ValueError, match="the plan cuts no input over dp"):
             parallel(**token_batch(), local_inputs=True)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean() + torch.tanh(y.cumsum(0)).mean()
+
+
+@pytest.mark.parametrize("placement", ["R", "S(1)"])
+def test_own_samples_are_refused_where_the_plan_cuts_something_else(placement: str) -> None:
+    pins = {"input:x": {"dp": "S(0)"}, "input:y": {"dp": placement}}
+    with sharded(seeded(TwoInputs), "dp=2", constraints=pins) as (parallel, _, _):
+        batch = {"x": torch.ones(4, 4, dtype=torch.float64), "y": torch.ones(4, 6, dtype=torch.float64)}
+        parallel(**batch)
+        with pytest.raises(ValueError, match=r"of input 'y' \(shape \[2, 6\], planned for \[4, 6\]\) the plan"):
+            parallel(**{name: tensor[:2] for name, tensor in batch.items()}, local_inputs=True)
+
+
+class OddKeys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[Any, Any]:
+        hidden = self.linear(x)
+        return {"loss": hidden.mean(), "layers.0": hidden, 3: {"a.b": [hidden * 2]}}
+
+
+def test_outputs_are_gathered_by_any_key() -> None:
+    model, x = seeded(OddKeys), torch.ones(4, 4, dtype=torch.float64)
+    pins = {"input:x": {"dp": "S(0)"}, "output:layers.0": {"dp": "S(0)"}, "output:3.a.b.0": {"dp": "S(0)"}}
+    with sharded(model, "dp=2", constraints=pins) as (parallel, _, layout):
+        outputs = parallel(x)
+        assert torch.equal(joined(outputs["layers.0"], layout), model(x)["layers.0"])
+        assert torch.equal(joined(outputs[3]["a.b"][0], layout), model(x)[3]["a.b"][0])
+
+
+def test_outputs_of_one_name_are_refused() -> None:
+    class Ambiguous(OddKeys):
+        def forward(self, x: torch.Tensor) -> dict[Any, Any]:
+            return {"a.b": self.linear(x), "a": {"b": x}}
+
+    with pytest.raises(ValueError, match=r"two outputs, at \['a.b'\] and at \['a', 'b'\], are both 'a.b'"):
+        capture(Ambiguous(), args=(torch.ones(4, 4),))
 
 
 def test_local_inputs_give_the_same_loss() -> None:

@@ -227,9 +227,41 @@ def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> f
         order = [dim % len(rest[0]) for dim in rest[0]]
         return insert(before, aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
     if is_tensor(source) and value(source).numel() == value(new).numel() and value(source).dtype == value(new).dtype:
-        same = shape(source) == shape(new)
-        return new if same else insert(before, aten.reshape.default, (new, list(shape(source))))
+        dims = _order_of_dims(view, source)
+        if dims is not None and dims == sorted(dims):
+            same = shape(source) == shape(new)
+            return new if same else insert(before, aten.reshape.default, (new, list(shape(source))))
+        if dims is not None:
+            return insert(before, aten.permute.default, (new, [dims.index(dim) for dim in range(len(dims))]))
     raise CaptureError(f"the model writes in place through {name}, which has no functional form: clone it first")
+
+
+def _order_of_dims(view: fx.Node, source: fx.Node) -> list[int] | None:
+    """Which dim of ``source`` each dim of a view of all of it is; ascending where elements keep their order.
+
+    None if it shows them otherwise (windows side by side, conjugates).
+    """
+
+    def without_data(node: fx.Node) -> torch.Tensor:
+        return torch.empty(shape(node), dtype=value(node).dtype, device="meta")
+
+    whole = without_data(source)
+    rest, kwargs = fx.map_arg((view.args[1:], dict(view.kwargs)), without_data)
+    shown = _target(view)(whole, *rest, **kwargs)
+    if shown.is_conj() or shown.is_neg():
+        return None
+    if shown.is_contiguous():
+        return list(range(shown.dim()))
+    left = list(range(whole.dim()))
+    order: list[int] = []
+    for size, stride in zip(shown.shape, shown.stride()):
+        alike = (d for d in left if whole.shape[d] == size and (size == 1 or whole.stride(d) == stride))
+        dim = next(alike, None)
+        if dim is None:
+            return None
+        left.remove(dim)
+        order.append(dim)
+    return None if left else order
 
 
 def _scatter_piece(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> fx.Node:

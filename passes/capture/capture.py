@@ -27,7 +27,7 @@ from passes.capture.next_call import check_next_call
 from passes.capture.one_process import as_one_process
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
 from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_rows, operator_calls, refuse_picked_rows
-from passes.capture.refusals import refuse_inputs, refuse_unsupported
+from passes.capture.refusals import names_of_paths, refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.rows_left_out import placeholders_without_rows
 from passes.capture.saved_values import lifted_values, reconnect_saved_values
@@ -217,7 +217,7 @@ class _Trace:
             graph = _to_graph(program, sources, call)
         except CaptureError as error:
             raise CaptureError(f"cannot capture {type(call.model).__name__}: {error}") from error
-        names = {path: ".".join(map(str, path)) for path in call.result.tensors}
+        names = names_of_paths(call.result.tensors, "outputs")
         return graph.replace(
             loss=self.loss,
             training=self.training,
@@ -434,5 +434,5 @@ def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Sourc
         picked=call.reads.picked.counts,
         left_out=call.reads.picked.left_out_counts,
     )
-    outputs = [".".join(map(str, path)) for path in call.result.tensors]
-    return convert(module, sources, outputs, model_name=type(call.model).__name__)
+    outputs = names_of_paths(call.result.tensors, "outputs").values()
+    return convert(module, sources, list(outputs), model_name=type(call.model).__name__)

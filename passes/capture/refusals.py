@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.capture.nested_values import Path
 from passes.ir.errors import CaptureError
 from passes.torch_compat.module_tables import BACKWARD_HOOKS, hooks_of, hooks_of_all_modules
 from passes.torch_compat.tensor_fields import gradient_hooks
@@ -29,12 +30,31 @@ def refuse_unsupported(model: Any) -> None:
 
 
 def refuse_inputs(tensors: Mapping[Any, torch.Tensor]) -> None:
-    """Raise CaptureError for an input that is no plain strided tensor; ``tensors`` are by path."""
+    """Raise CaptureError for an input that is no plain strided tensor, or named as another; ``tensors`` are by path."""
+    names_of_paths(tensors, "inputs")
     for path, tensor in tensors.items():
         kind = _unusual(tensor)
         if kind is not None:
             name = ".".join(map(str, path))
             raise CaptureError(f"input {name!r} is a {kind} tensor, which cannot be sharded: pass a dense one")
+
+
+def names_of_paths(paths: Iterable[Path], of: str) -> dict[Path, str]:
+    """The keys of each path joined with dots, by path.
+
+    Raises:
+        CaptureError: if two paths have the same name (``{"a.b": x, "a": {"b": y}}``).
+    """
+    by_name: dict[str, Path] = {}
+    for path in paths:
+        name = ".".join(map(str, path))
+        if name in by_name:
+            raise CaptureError(
+                f"two {of}, at {list(by_name[name])} and at {list(path)}, are both {name!r} by their keys joined with "
+                "dots: rename a key"
+            )
+        by_name[name] = path
+    return {path: name for name, path in by_name.items()}
 
 
 def _reasons(model: nn.Module) -> _Reasons:

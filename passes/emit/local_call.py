@@ -149,7 +149,8 @@ class Writer:
             if not bracket:
                 parameters = parameters[1:]
         function = f"{owner}.{callee.removeprefix('self.')}" if owner is not None else callee
-        return f"{function}({self._rendered(parameters)})"
+        first_piece = "[0]" if len(self.call.outputs) == 1 and _gives_list(self.op) else ""
+        return f"{function}({self._rendered(parameters)}){first_piece}"
 
     def _names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in signature(self.op) or ())
@@ -231,6 +232,12 @@ _WITHOUT_EFFECT = frozenset({"copy", "non_blocking", "cudnn_enable"})
 def _keyword_only(op: str) -> frozenset[str]:
     schema = schema_of(op)
     return frozenset(argument.name for argument in schema.arguments if argument.kwarg_only) if schema else frozenset()
+
+
+def _gives_list(op: str) -> bool:
+    """Whether the operator returns its pieces in a list, also where there is but one."""
+    schema = schema_of(op)
+    return schema is not None and [str(returned.type) for returned in schema.returns] == ["List[Tensor]"]
 
 
 def _value(tensor: LocalTensor) -> Value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -35,6 +35,51 @@ def sample_dim(plan: Plan, tensors: Mapping[Path, torch.Tensor], path: Path) -> 
     dims = [(tensor, dim_on(plan, other, BATCH_AXIS)) for other, tensor in tensors.items()]
     lengths = {tensor.shape[dim] for tensor, dim in dims if dim is not None}
     return 0 if tensors[path].shape[:1] and tensors[path].shape[0] in lengths else None
+
+
+def refuse_other_cuts(plan: Plan, tensors: Mapping[Path, torch.Tensor]) -> None:
+    """Raise ValueError for inputs of a call, each rank's own, that the plan cuts otherwise than ranks pass samples.
+
+    Samples are along the first dim of an input where that is, in the plan, as long as of most inputs, and in this call
+    too. Such an input has to be cut along that dim, and all that is cut has to be as long for as many samples as in
+    the plan. A plan on a mesh may cut features, or leave an input whole: of each data rank's own samples it would make
+    one batch whose features differ, or take each rank's for those of all.
+    """
+    pairs = [
+        (path, tensor.shape, plan.inputs[input_key(path)].shape, dim_on(plan, path, BATCH_AXIS))
+        for path, tensor in tensors.items()
+        if tensor.shape and input_key(path) in plan.inputs
+    ]
+    here = _most_common([shape[0] for _, shape, _, _ in pairs])
+    planned = _most_common([whole[0] for _, _, whole, _ in pairs])
+    lengths = [(shape[dim], whole[dim]) for _, shape, whole, dim in pairs if dim is not None]
+    some, all_samples = max(lengths, key=lambda pair: (lengths.count(pair), pair), default=(1, 1))
+    wrong = [
+        (path, shape, whole, dim)
+        for path, shape, whole, dim in pairs
+        if dim != 0 and shape[0] == here and whole[0] == planned and not _has_other_samples(shape, whole, dim)
+    ] or [
+        (path, shape, whole, dim)
+        for path, shape, whole, dim in pairs
+        if dim is not None and shape[dim] * all_samples != whole[dim] * some
+    ]
+    for path, shape, whole, dim in wrong:
+        how = "leaves it whole" if dim is None else f"cuts its dim {dim}"
+        raise ValueError(
+            f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, and of input {input_key(path)!r} (shape "
+            f"{list(shape)}, planned for {list(whole)}) the plan {how} over {BATCH_AXIS}: plan with "
+            f"constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}} if its samples are along its first dim, or pass "
+            "the whole batch"
+        )
+
+
+def _has_other_samples(shape: Sequence[int], whole: Sequence[int], dim: int | None) -> bool:
+    """Whether samples are along ``dim``, of which a call has another number than the plan, and not along the first."""
+    return dim is not None and shape[0] == whole[0] and shape[dim] != whole[dim]
+
+
+def _most_common(sizes: Sequence[int]) -> int | None:
+    return max(sizes, key=lambda size: (sizes.count(size), size), default=None)
 
 
 def with_inputs_of_samples(plan: Plan, tensors: Mapping[Path, torch.Tensor]) -> Plan:

@@ -140,7 +140,7 @@ class _Gatherer:
 
     def below(self, key: str) -> list[str]:
         """Paths of the outputs that are, or are part of, what the container has at ``key``."""
-        return [path for path in self.outputs if path.split(".")[0] == key]
+        return [path for path in self.outputs if path == key or path.startswith(f"{key}.")]
 
 
 class ParallelOutput(Mapping[str, Any]):
@@ -151,11 +151,13 @@ class ParallelOutput(Mapping[str, Any]):
         self._keys = tuple(example.keys()) if isinstance(example, Mapping) else tuple(vars(example))
 
     def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return self.to_tuple()[key]
+        if key in self._keys:
+            return _item(self._gatherer.container(self._gatherer.below(str(key))), key)
         if isinstance(key, str):
-            if key not in self._keys:
-                raise KeyError(key)
-            return _item(self._gatherer.container(self._gatherer.below(key)), key)
-        return self.to_tuple()[key] if isinstance(key, slice) else self[self._keys[key]]
+            raise KeyError(key)
+        return self[self._keys[key]]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self._keys:
@@ -209,5 +211,5 @@ class ParallelSequence(Sequence[Any]):
 _MISSING = object()
 
 
-def _item(container: Any, key: str) -> Any:
+def _item(container: Any, key: Any) -> Any:
     return container[key] if isinstance(container, Mapping) else getattr(container, key)

@@ -35,7 +35,7 @@ from runtime.execution.batch_split import BatchSplit, cut_batch, in_pieces, spli
 from runtime.execution.binding import UnitTable, make_units
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
-from runtime.execution.inputs_of_calls import dim_on, sample_dim, with_inputs_of_samples
+from runtime.execution.inputs_of_calls import dim_on, refuse_other_cuts, sample_dim, with_inputs_of_samples
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner, as_seen_by
@@ -407,6 +407,8 @@ class Maker:
                 f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, but the plan cuts no input over "
                 f"{BATCH_AXIS}: pin it (constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}}) or pass the whole batch"
             )
+        if cut:
+            refuse_other_cuts(self.plan, call.tensors)
         return call.with_shapes(shapes)
 
     def _assemble(

@@ -61,8 +61,27 @@ def follow_batch(
 
     ``skip``: nodes of later copies of a block; ``alias``: values of the last copy used after the block → the first's;
     ``repeated``: nodes of blocks, whose sums over all samples are not counted ahead.
-    Inputs whose first dim is not the batch's stay whole; parameters, buffers and constants do too.
+    Inputs whose first dim is not the batch's stay whole; parameters, buffers and constants do too. What is made of
+    those alone is cut along a dim of the batch's length (a token that is expanded to one for each sample), unless that
+    dim then proves to be another that is as long by chance: it stays whole where samples mix less for it.
     """
+    followed = _follow(graph, rules, skip, alias or {}, repeated, cuts_whole=True)
+    if not followed.mixing:
+        return followed
+    other = _follow(graph, rules, skip, alias or {}, repeated, cuts_whole=False)
+    return other if len(other.mixing) < len(followed.mixing) else followed
+
+
+def _follow(
+    graph: Graph,
+    rules: RuleFor,
+    skip: Collection[str],
+    alias: Mapping[str, str],
+    repeated: Collection[str],
+    *,
+    cuts_whole: bool,
+) -> Followed:
+    """``follow_batch``; ``cuts_whole``: whether what is made of whole values alone may be cut."""
     size = batch_size_of(graph)
     values = graph.values
     types: dict[str, SpmdType] = {}
@@ -75,19 +94,20 @@ def follow_batch(
     mixers: list[str] = []
     ahead: list[str] = []
     behind_ahead: set[str] = set()
-    last = alias or {}
     learnt, behind_loss = _learnt(graph), _behind_loss(graph)
     for node in graph.nodes:
         if node.name in skip:
             continue
-        types.update((name, types[last[name]]) for name in node.inputs if name in last)
+        types.update((name, types[alias[name]]) for name in node.inputs if name in alias)
         if node.constant:
             types.update((value.name, R) for value in node.outputs)
             continue
         if node.writes_buffer:
             mixing.append(node.name)
             mixers.append(node.name)
-        choice = _best(node, values, types, rules, counts=node.name in behind_loss, num_samples=max(1, size))
+        cuts = cuts_whole or not all(types[name] in (R, I) for name in node.inputs)
+        counts = node.name in behind_loss
+        choice = _best(node, values, types, rules, counts=counts, num_samples=max(1, size) if cuts else None)
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))
         for name, needed in zip(node.inputs, choice.inputs):
@@ -140,14 +160,14 @@ def _best(
     rules: RuleFor,
     *,
     counts: bool,
-    num_samples: int,
+    num_samples: int | None,
 ) -> AxisChoice:
     """The choice with the least cost of input conversions; of equal ones the one that divides the work.
 
     What is made of weights alone is R: its gradient stays partial until the parameter's own is reduced, which happens
     once. What is made of samples and has been reduced is I. ``counts``: the loss depends on it, so that sums without a
     gradient are exact counts for as long as they can be. Of dims only those are cut that hold whole samples
-    (``num_samples`` or a multiple): whatever divides the batch divides them.
+    (``num_samples`` or a multiple; None: none is cut): whatever divides the batch divides them.
     """
     rule = rules(node, values)
     if rule is None or node.writes_buffer:  # what is written here is whole
@@ -176,8 +196,10 @@ def _best(
     return min(choices, key=effort)
 
 
-def _cuts_samples(choice: AxisChoice, node: Node, values: Mapping[str, Value], num_samples: int) -> bool:
+def _cuts_samples(choice: AxisChoice, node: Node, values: Mapping[str, Value], num_samples: int | None) -> bool:
     """Whether every dim that ``choice`` cuts is as long as a number of whole batches."""
+    if num_samples is None:
+        return choice.factor is None
     tensors = (*(values[name] for name in node.inputs), *node.outputs)
     cuts = zip(tensors, (*choice.inputs, *choice.outputs))
     dims = ((value, shard_dim(spmd_type)) for value, spmd_type in cuts)
