@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -191,6 +192,15 @@ def test_an_elementwise_custom_function_keeps_its_own_gradient() -> None:
     assert_parity(Rounded(), args=(torch.randn(5, dtype=torch.float64) * 5,))
 
 
+#: What is written to a parameter, and whether the parameter is read before that too.
+PARAMETER_WRITES: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
+    "doubled": (lambda weight: weight.mul_(2), True),
+    "norm": (lambda weight: weight.div_(weight.norm()), False),
+    "row": (lambda weight: weight[0].fill_(0), False),
+    "sorted": (lambda weight: weight.copy_(weight.sort().values), False),
+}
+
+
 class Reads(nn.Module):
     """Does what cannot be captured, one thing per ``mode``."""
 
@@ -218,9 +228,10 @@ class Inner(nn.Module):
             return y[y > 0]
         if self.mode == "cond":
             return torch.cond(y.sum() > 0, lambda y: y + 1, lambda y: y - 1, (y,))
-        if self.mode == "parameter":
-            self.weight.data.mul_(2)
-            return self.weight * x
+        if self.mode in PARAMETER_WRITES:
+            write, read = PARAMETER_WRITES[self.mode]
+            write(self.weight.data)
+            return self.weight * (y if read else x)
         if self.mode == "data":
             y.data.clamp_(max=1)
             return y.tanh()
@@ -255,7 +266,10 @@ def test_what_cannot_be_captured_names_module_and_line(mode: str, line: str, rea
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("parameter", "writes to parameter 'model_inner_weight'"),
+        ("doubled", "writes to parameter 'model_inner_weight' in its forward, after it was read by aten.mul.Tensor"),
+        ("norm", "by aten.div_.Tensor with other tensors"),
+        ("row", "through aten.select.int, a part or another order of it"),
+        ("sorted", "by aten.copy_.default"),
         ("data", "writes through .data or detach() into a tensor that has a gradient"),
         ("no_grad", "writes through .data or detach() into a tensor that has a gradient"),
     ],

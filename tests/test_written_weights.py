@@ -1,10 +1,11 @@
-"""What writes weights between calls (an optimizer, an average, ``.data``): the next call uses what was written."""
+"""What writes weights between calls (an optimizer, an average, ``.data``) or in forward: calls use what was written."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import planner
 from passes.capture import keep_float64
 from planner.compilation import parallelise
 from runtime.execution.rank_mapping import VirtualPlaces
@@ -33,3 +34,22 @@ def test_an_evaluation_between_two_writes_keeps_no_weights(zero: int) -> None:
         expected = model(**batch)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+class KeptWithinBounds(models.Chain):
+    """Writes to its weights in forward, once a call: what changes them again would show."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.first.weight.data.clamp_(-0.1, 0.1)
+            with torch.no_grad():
+                self.third.weight.mul_(0.5).add_(0.01)
+        return super().forward(x, target)
+
+
+@pytest.mark.parametrize("fix", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "zero": 3, "micro_batch": 2}])
+def test_what_forward_writes_to_parameters_is_written_once_a_step(fix: dict[str, int]) -> None:
+    """The micro-batches of a step see the same weights; an optimizer goes on from them."""
+    plan = plan_of(KeptWithinBounds, **fix)
+    model = seeded(KeptWithinBounds)
+    assert planner.verify(model, plan, batch=models.batch_of(model)).ok

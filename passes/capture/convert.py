@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonicalise import CONSTANT, cross_entropy, expert_linear, nodes_with_gradient
+from passes.canonicalise import CONSTANT, WRITES, cross_entropy, expert_linear, nodes_with_gradient
 from passes.capture.naming import Namer, name_wishes
 from passes.capture.nested_values import Path
 from passes.ir.errors import CaptureError
-from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
+from passes.ir.graph import ITEM_SIZE, Graph, Node, ParameterWrite, Ref, State, Value, assign_keys
 from passes.torch_compat.operators import HigherOrderOperator
 
 OUR_OPERATORS: dict[Any, str] = {
@@ -86,7 +86,19 @@ class _Converter:
         named = {path: self.names[result] for path, result in zip(outputs, results, strict=True)}
         classes = {path: name for node in self.fx_nodes if _is_call(node) for path, name in _places(node)}
         keyed = assign_keys(tuple(nodes))
-        return Graph(model_name, tuple(inputs), tuple(paths), tuple(states), keyed, named, module_classes=classes)
+        written = [node for node in self.fx_nodes if node.op == "placeholder" and WRITES in node.meta]
+        return Graph(
+            model_name,
+            tuple(inputs),
+            tuple(paths),
+            tuple(states),
+            keyed,
+            named,
+            parameter_writes=tuple(
+                ParameterWrite(self.sources[node.name].state, *write) for node in written for write in node.meta[WRITES]
+            ),
+            module_classes=classes,
+        )
 
     def value(self, node: fx.Node, entry: torch.Tensor, wish: str, kind: Any, requires_grad: bool) -> Value:
         name = self.namer.name(wish)

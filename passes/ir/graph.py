@@ -65,6 +65,22 @@ class State:
 
 
 @dataclass(frozen=True)
+class ParameterWrite:
+    """A write of forward to a parameter, element by element, which every rank does to its part before a call.
+
+    Attributes:
+        path: of the parameter.
+        op: the operator in place, ``"aten.clamp_.default"``.
+        args, kwargs: numbers, behind the parameter.
+    """
+
+    path: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Node:
     """One operator call.
 
@@ -153,6 +169,7 @@ class Graph(ShortRepr):
         training: captured in training mode.
         checkpointed: part of the model runs under ``torch.utils.checkpoint``: its author wants it recomputed.
         unflatten: makes what the model returns from ``{output path: tensor}``; None for ``{path: tensor}`` itself.
+        parameter_writes: what is done to parameters before the call, in order.
         module_classes: class name of every module that computes something, itself or by its children, by path.
     """
 
@@ -166,6 +183,7 @@ class Graph(ShortRepr):
     training: bool = True
     checkpointed: bool = False
     guards: ValueGuards = field(default_factory=ValueGuards)
+    parameter_writes: tuple[ParameterWrite, ...] = ()
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
