@@ -195,9 +195,8 @@ def test_an_elementwise_custom_function_keeps_its_own_gradient() -> None:
 #: What is written to a parameter, and whether the parameter is read before that too.
 PARAMETER_WRITES: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
     "doubled": (lambda weight: weight.mul_(2), True),
-    "norm": (lambda weight: weight.div_(weight.norm()), False),
     "row": (lambda weight: weight[0].fill_(0), False),
-    "sorted": (lambda weight: weight.copy_(weight.sort().values), False),
+    "drawn": (lambda weight: weight.bernoulli_(0.5), False),
 }
 
 
@@ -232,6 +231,12 @@ class Inner(nn.Module):
             write, read = PARAMETER_WRITES[self.mode]
             write(self.weight.data)
             return self.weight * (y if read else x)
+        if self.mode == "of_input":
+            self.weight.data.mul_(x[0])
+            return self.weight * x
+        if self.mode == "assigned":
+            y.data = x
+            return y
         if self.mode == "data":
             y.data.clamp_(max=1)
             return y.tanh()
@@ -267,9 +272,10 @@ def test_what_cannot_be_captured_names_module_and_line(mode: str, line: str, rea
     ("mode", "reason"),
     [
         ("doubled", "writes to parameter 'model_inner_weight' in its forward, after it was read by aten.mul.Tensor"),
-        ("norm", "by aten.div_.Tensor with other tensors"),
+        ("of_input", "by aten.mul_.Tensor, from 'tensors_0', which is not computed of parameters alone"),
+        ("assigned", "x.data = … inside of forward cannot be traced, but for a parameter's"),
         ("row", "through aten.select.int, a part or another order of it"),
-        ("sorted", "by aten.copy_.default"),
+        ("drawn", "by aten.copy_.default, from"),
         ("data", "writes through .data or detach() into a tensor that has a gradient"),
         ("no_grad", "writes through .data or detach() into a tensor that has a gradient"),
     ],

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from passes.capture import capture
-from passes.ir.graph import Graph, ParameterWrite
+from passes.capture import CaptureError, capture
+from passes.ir.graph import Graph
 from tests.capture_parity import assert_parity
 
 
@@ -211,11 +211,26 @@ def test_a_parameter_that_is_written_before_it_is_read_is_written_before_the_cal
             return x * self.weight
 
     graph = capture(Writes(), args=(torch.ones(3),))
-    assert graph.parameter_writes == (
-        ParameterWrite("weight", "aten.mul_.Tensor", (2,), {}),
-        ParameterWrite("weight", "aten.clamp_.default", (None, 3), {}),
-    )
+    assert [(write.path, write.steps[-1].op, write.elementwise) for write in graph.parameter_writes] == [
+        ("weight", "aten.mul_.Tensor", True),
+        ("weight", "aten.clamp_.default", True),
+    ]
     assert ops(graph) == ["aten.mul.Tensor"]
+
+
+def test_a_parameter_whose_value_before_a_write_is_used_too_is_refused() -> None:
+    class Normalises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            norm = self.weight.detach().norm()
+            self.weight.data.div_(norm)
+            return x * self.weight * norm
+
+    with pytest.raises(CaptureError, match=r"in its forward, of what aten\.mul\.Tensor reads of it too"):
+        capture(Normalises(), args=(torch.ones(3),))
 
 
 def test_no_grad_regions_are_inlined_and_cut_the_gradient() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from cost_models.dtypes import ITEM_SIZE
 from cost_models.short_text import ShortRepr
-from passes.ir.value_guards import ValueGuards
+from passes.ir.value_guards import GuardStep, ValueGuards
 
 ValueKind = Literal["input", "parameter", "buffer", "constant", "node"]
 
@@ -66,18 +66,22 @@ class State:
 
 @dataclass(frozen=True)
 class ParameterWrite:
-    """A write of forward to a parameter, element by element, which every rank does to its part before a call.
+    """A write of forward to a parameter, which is done before a call.
 
     Attributes:
         path: of the parameter.
-        op: the operator in place, ``"aten.clamp_.default"``.
-        args, kwargs: numbers, behind the parameter.
+        steps: operators on parameters (``parameter`` of a path is one's value); the last one writes in place.
+        elementwise: whether each element is written from the same element of tensors of the same shape.
     """
 
     path: str
-    op: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    steps: tuple[GuardStep, ...]
+    elementwise: bool
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The parameters that it reads, and the one that it writes."""
+        return tuple(step.args[0] for step in self.steps if step.op == "parameter")
 
 
 @dataclass(frozen=True)
