@@ -200,6 +200,17 @@ PARAMETER_WRITES: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
 }
 
 
+_OF_NO_MODULE = torch.zeros(4)
+#: What a forward does that no program would.
+LOST: dict[str, Callable[[nn.Module], object]] = {
+    "gradient": lambda inner: setattr(inner.weight, "grad", torch.ones(4)),
+    "frozen": lambda inner: inner.weight.requires_grad_(False),
+    "replaced": lambda inner: setattr(inner, "weight", nn.Parameter(torch.ones(4))),
+    "resized": lambda inner: inner.weight.data.set_(torch.ones(4)),
+    "global": lambda inner: _OF_NO_MODULE.add_(1),
+}
+
+
 class Reads(nn.Module):
     """Does what cannot be captured, one thing per ``mode``."""
 
@@ -237,6 +248,9 @@ class Inner(nn.Module):
         if self.mode == "assigned":
             y.data = x
             return y
+        if self.mode in LOST:
+            LOST[self.mode](self)
+            return x * self.weight
         if self.mode == "data":
             y.data.clamp_(max=1)
             return y.tanh()
@@ -281,6 +295,22 @@ def test_what_cannot_be_captured_names_module_and_line(mode: str, line: str, rea
     ],
 )
 def test_writes_that_autograd_does_not_see_are_refused(mode: str, reason: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Reads(mode), args=(torch.ones(4, 4),))
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("gradient", "x.grad = … inside of forward would be lost"),
+        ("frozen", "forward changes requires_grad of a parameter"),
+        ("replaced", "puts another tensor in the place of parameter 'inner.weight'"),
+        ("resized", "by aten.set_.source_Tensor, which gives it another memory or shape"),
+        ("global", "to a tensor that is none of its buffers, parameters and inputs"),
+    ],
+)
+def test_what_a_program_would_not_do_is_refused(mode: str, reason: str) -> None:
     with pytest.raises(CaptureError) as caught:
         capture(Reads(mode), args=(torch.ones(4, 4),))
     assert reason in str(caught.value)

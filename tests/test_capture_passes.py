@@ -140,6 +140,14 @@ def masked(y: torch.Tensor) -> torch.Tensor:
     return z.clamp_(max=2.0)
 
 
+def with_written_literals(y: torch.Tensor) -> torch.Tensor:
+    first = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    first += 1
+    second = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    second[0] = 5
+    return y * first.prod() + second.sum()
+
+
 def with_assigning_operators(y: torch.Tensor) -> torch.Tensor:
     flags = y > 1
     flags |= y < -1
@@ -175,8 +183,8 @@ def into_other_tensors(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        in_place_add, through_a_slice, through_views, through_pieces, masked, with_assigning_operators, shifted,
-        rounded_down, into_other_tensors,
+        in_place_add, through_a_slice, through_views, through_pieces, masked, with_written_literals,
+        with_assigning_operators, shifted, rounded_down, into_other_tensors,
     ],
 )  # fmt: skip
 def test_in_place_operators_become_functional(function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -49,6 +49,7 @@ class KeptWithinBounds(models.Chain):
             self.first.weight.data.clamp_(-0.1, 0.1)
             with torch.no_grad():
                 self.third.weight.mul_(0.5).add_(0.01)
+                torch.mul(self.first.bias, 0.5, out=self.first.bias)
             self.second.weight.data = self.second.weight.data / self.second.weight.data.norm()
         return super().forward(x, target)
 

@@ -75,8 +75,13 @@ class _Functionaliser:
         self.store_buffers()
 
     def is_view(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether ``node`` looks at the memory of ``source``; an output of ``split`` does, one of ``topk`` does not."""
+        """Whether ``node`` looks at the memory of ``source``; an output of ``split`` does, one of ``topk`` does not.
+
+        A literal is copied where the model's code makes it, though its tensor without data is not.
+        """
         if node.target is operator.getitem and source not in self.views:
+            return False
+        if node.target is aten.lift_fresh_copy.default:
             return False
         return _same_memory(node, source)
 
@@ -102,6 +107,11 @@ class _Functionaliser:
         if root.op == "placeholder" and root.name.startswith("p_"):
             note_parameter_write(node, root, self.views)
             return
+        if root.op == "placeholder" and root.name.startswith("c_") and str(node.target) not in _WITHOUT_WRITING:
+            raise CaptureError(
+                f"the model writes in place ({node.target}) to a tensor that is none of its buffers, parameters and "
+                "inputs, which a program does not: register it as a buffer, or write to a clone"
+            )
         held = _functional(node)
         updates = [(target, held)]
         while target in self.views:
@@ -202,6 +212,9 @@ def _copied(node: fx.Node, target: fx.Node) -> fx.Node:
         return insert(node, aten.expand.default, (source, list(shape(target))))
     return insert(node, aten.alias.default, (source,))
 
+
+#: In place by name, and writing no number.
+_WITHOUT_WRITING = ("aten.detach_.default", "aten.requires_grad_.default")
 
 _SPECIAL: dict[str, Callable[[fx.Node, fx.Node], fx.Node]] = {
     "aten.copy_.default": _copied,

@@ -83,6 +83,9 @@ def _on_a_part(node: fx.Node, parameter: fx.Node, views: Mapping[fx.Node, fx.Nod
 
 
 def _not_of_parameters(node: fx.Node, computed: Collection[fx.Node]) -> str | None:
+    assert isinstance(node.target, OpOverload)
+    if torch.Tag.inplace_view in node.target.tags:
+        return f"by {node.target}, which gives it another memory or shape"
     for each in (*computed, node):
         if each.op == "placeholder" and each.name.startswith("p_"):
             continue

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from passes.canonicalise.fx import aten, insert, is_tensor, writes
+from passes.canonicalise.fx import argument, aten, insert, is_tensor, writes
 from passes.ir.errors import CaptureError
+from passes.torch_compat.operators import OpOverload, schema
 
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
@@ -63,8 +64,8 @@ def _splice(node: fx.Node, body: fx.Graph, arguments: list[Any], passed: list[An
 
     def result(used: fx.Node) -> Any:
         written = used
-        while writes(written) == [0] and isinstance(written.args[0], fx.Node):
-            written = written.args[0]
+        while (target := _written(written)) is not None:
+            written = target
         return outside[written] if written in outside else copies[used]
 
     outputs: Any = ()
@@ -78,3 +79,12 @@ def _splice(node: fx.Node, body: fx.Graph, arguments: list[Any], passed: list[An
         user.replace_all_uses_with(outputs[user.args[1]])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What a call writes in place and returns; None if it is none that does."""
+    if len(writes(node)) != 1:
+        return None
+    assert isinstance(node.target, OpOverload)
+    written = argument(node, schema(node.target).arguments[writes(node)[0]].name)
+    return written if isinstance(written, fx.Node) else None

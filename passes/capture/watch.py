@@ -80,6 +80,10 @@ class WatchedForward(TorchFunctionMode):
             return args[0].detach()  # whatever is written to it is found where writes are made functional
         if func == _SET_DATA:
             return _write_data(*args)
+        if func == _SET_GRADIENT and args[1] is not None:
+            raise CaptureError(f"x.grad = … inside of forward would be lost by tracing: {_METHODS['backward']}")
+        if func in _FREEZES and isinstance(args[0], torch.nn.Parameter):
+            _refuse_freezing(args[0], *args[1:], **(kwargs or {}))
         if func in _FROM_DATA and args and isinstance(args[0], (list, tuple)):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
@@ -165,6 +169,8 @@ class WatchedForward(TorchFunctionMode):
 _LAYOUTS = (torch.strided, torch.jagged)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+_FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 #: Functions that read the values of tensors in a list, which have none.
 _FROM_DATA = (torch.tensor, torch.as_tensor)
 _EQUAL = (torch.equal, torch.Tensor.equal)
@@ -181,6 +187,14 @@ def _write_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
             "the new value a name of its own, or x.copy_(…) under torch.no_grad()"
         )
     tensor.detach().copy_(new.detach())
+
+
+def _refuse_freezing(parameter: torch.nn.Parameter, requires_grad: bool = True) -> None:
+    if parameter.requires_grad is not requires_grad:
+        raise CaptureError(
+            "forward changes requires_grad of a parameter, which a program does not: set it before planner.compile, or "
+            "detach what is computed of it"
+        )
 
 
 def _with_numbers(data: Any) -> Any:
