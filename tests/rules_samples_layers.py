@@ -236,7 +236,8 @@ def col2im(draw: Draw) -> Arguments:
 @sampler("_weight_norm")
 def weight_norm(draw: Draw) -> Arguments:
     rows = draw.size()
-    return (draw.normal(rows, draw.size(), 3), draw.normal(rows, 1, 1), 0), {}
+    magnitudes, dim = (draw.normal(rows, 1, 1), 0) if draw.flag() else (draw.normal(), -1)
+    return (draw.normal(rows, draw.size(), 3), magnitudes, dim), {}
 
 
 @sampler("view_as_real")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -191,6 +192,25 @@ def test_an_elementwise_custom_function_keeps_its_own_gradient() -> None:
     assert_parity(Rounded(), args=(torch.randn(5, dtype=torch.float64) * 5,))
 
 
+#: What is written to a parameter, and whether the parameter is read before that too.
+PARAMETER_WRITES: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
+    "doubled": (lambda weight: weight.mul_(2), True),
+    "row": (lambda weight: weight[0].fill_(0), False),
+    "drawn": (lambda weight: weight.bernoulli_(0.5), False),
+}
+
+
+_OF_NO_MODULE = torch.zeros(4)
+#: What a forward does that no program would.
+LOST: dict[str, Callable[[nn.Module], object]] = {
+    "gradient": lambda inner: setattr(inner.weight, "grad", torch.ones(4)),
+    "frozen": lambda inner: inner.weight.requires_grad_(False),
+    "replaced": lambda inner: setattr(inner, "weight", nn.Parameter(torch.ones(4))),
+    "resized": lambda inner: inner.weight.data.set_(torch.ones(4)),
+    "global": lambda inner: _OF_NO_MODULE.add_(1),
+}
+
+
 class Reads(nn.Module):
     """Does what cannot be captured, one thing per ``mode``."""
 
@@ -218,9 +238,19 @@ class Inner(nn.Module):
             return y[y > 0]
         if self.mode == "cond":
             return torch.cond(y.sum() > 0, lambda y: y + 1, lambda y: y - 1, (y,))
-        if self.mode == "parameter":
-            self.weight.data.mul_(2)
+        if self.mode in PARAMETER_WRITES:
+            write, read = PARAMETER_WRITES[self.mode]
+            write(self.weight.data)
+            return self.weight * (y if read else x)
+        if self.mode == "of_input":
+            self.weight.data.mul_(x[0])
             return self.weight * x
+        if self.mode == "assigned":
+            y.data = x
+            return y
+        if self.mode in LOST:
+            LOST[self.mode](self)
+            return x * self.weight
         if self.mode == "data":
             y.data.clamp_(max=1)
             return y.tanh()
@@ -255,12 +285,32 @@ def test_what_cannot_be_captured_names_module_and_line(mode: str, line: str, rea
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("parameter", "writes to parameter 'model_inner_weight'"),
+        ("doubled", "writes to parameter 'model_inner_weight' in its forward, after it was read by aten.mul.Tensor"),
+        ("of_input", "by aten.mul_.Tensor, from 'tensors_0', which is not computed of parameters alone"),
+        ("assigned", "x.data = … inside of forward cannot be traced, but for a parameter's"),
+        ("row", "through aten.select.int, a part or another order of it"),
+        ("drawn", "by aten.copy_.default, from"),
         ("data", "writes through .data or detach() into a tensor that has a gradient"),
         ("no_grad", "writes through .data or detach() into a tensor that has a gradient"),
     ],
 )
 def test_writes_that_autograd_does_not_see_are_refused(mode: str, reason: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Reads(mode), args=(torch.ones(4, 4),))
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("gradient", "x.grad = … inside of forward would be lost"),
+        ("frozen", "forward changes requires_grad of a parameter"),
+        ("replaced", "puts another tensor in the place of parameter 'inner.weight'"),
+        ("resized", "by aten.set_.source_Tensor, which gives it another memory or shape"),
+        ("global", "to a tensor that is none of its buffers, parameters and inputs"),
+    ],
+)
+def test_what_a_program_would_not_do_is_refused(mode: str, reason: str) -> None:
     with pytest.raises(CaptureError) as caught:
         capture(Reads(mode), args=(torch.ones(4, 4),))
     assert reason in str(caught.value)

@@ -140,6 +140,14 @@ def masked(y: torch.Tensor) -> torch.Tensor:
     return z.clamp_(max=2.0)
 
 
+def with_written_literals(y: torch.Tensor) -> torch.Tensor:
+    first = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    first += 1
+    second = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    second[0] = 5
+    return y * first.prod() + second.sum()
+
+
 def with_assigning_operators(y: torch.Tensor) -> torch.Tensor:
     flags = y > 1
     flags |= y < -1
@@ -175,8 +183,8 @@ def into_other_tensors(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        in_place_add, through_a_slice, through_views, through_pieces, masked, with_assigning_operators, shifted,
-        rounded_down, into_other_tensors,
+        in_place_add, through_a_slice, through_views, through_pieces, masked, with_written_literals,
+        with_assigning_operators, shifted, rounded_down, into_other_tensors,
     ],
 )  # fmt: skip
 def test_in_place_operators_become_functional(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -199,7 +207,7 @@ def test_a_written_buffer_is_stored_once_at_the_end() -> None:
     assert ops(graph).count("aten.copy_.default") == 1 and ops(graph)[-1] == "aten.copy_.default"
 
 
-def test_writing_a_parameter_is_refused() -> None:
+def test_a_parameter_that_is_written_before_it_is_read_is_written_before_the_call() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -207,11 +215,30 @@ def test_writing_a_parameter_is_refused() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                self.weight.mul_(2)
+                self.weight.mul_(2).clamp_(max=3)
             return x * self.weight
 
-    with pytest.raises(CaptureError, match="writes to parameter"):
-        capture(Writes(), args=(torch.ones(3),))
+    graph = capture(Writes(), args=(torch.ones(3),))
+    assert [(write.path, write.steps[-1].op, write.elementwise) for write in graph.parameter_writes] == [
+        ("weight", "aten.mul_.Tensor", True),
+        ("weight", "aten.clamp_.default", True),
+    ]
+    assert ops(graph) == ["aten.mul.Tensor"]
+
+
+def test_a_parameter_whose_value_before_a_write_is_used_too_is_refused() -> None:
+    class Normalises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            norm = self.weight.detach().norm()
+            self.weight.data.div_(norm)
+            return x * self.weight * norm
+
+    with pytest.raises(CaptureError, match=r"in its forward, of what aten\.mul\.Tensor reads of it too"):
+        capture(Normalises(), args=(torch.ones(3),))
 
 
 def test_no_grad_regions_are_inlined_and_cut_the_gradient() -> None:

@@ -122,6 +122,27 @@ READERS = (
 TARGETS = ("pp=1,dp=2", "tp=2")
 
 
+class CountsCalls(Reader):
+    """Begins with an offset of its first batch, and writes to another row of a queue at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(FEATURES, dtype=torch.float64))
+        self.register_buffer("queue", torch.zeros(2, FEATURES, dtype=torch.float64))
+        self.register_buffer("is_ready", torch.tensor(False))
+        self.register_buffer("row", torch.zeros(1, dtype=torch.long))
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.offset.copy_(x.mean(0))
+            self.is_ready.fill_(True)
+        row = int(self.row)
+        z = (y - self.offset) * (1 + self.queue.clone())[row]
+        self.queue[row] = x.sum(0)
+        self.row[0] = (row + 1) % len(self.queue)
+        return z
+
+
 class Checked(Reader):
     """Reads values only to refuse some."""
 
@@ -226,6 +247,17 @@ def follows_loaded_buffers(target: str) -> list[Any]:
     return [equals_eager(model, parallel, LENGTHS), programs_of(parallel)]
 
 
+def follows_written_buffers(target: str) -> list[Any]:
+    """Calls after the first, of which each reads what the one before wrote; then two rows take turns."""
+    model = CountsCalls()
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
+    model = CountsCalls()
+    equal = all(equals_eager(model, parallel, LENGTHS) for _ in range(4))
+    state = parallel.full_state_dict()
+    buffers = all(torch.allclose(state[name], buffer, rtol=1e-9) for name, buffer in model.named_buffers())
+    return [equal, buffers, programs_of(parallel)]
+
+
 def refuses_other_batches(target: str) -> str:
     """Ranks that pass other values do not run different programs."""
     parallel = planner.compile(ReadsNumber(), target, example_inputs={"x": X, "lengths": LENGTHS})
@@ -244,6 +276,7 @@ SCENARIOS: tuple[Callable[[str], Any], ...] = (
     transcribes,
     reads_each_groups_samples,
     follows_loaded_buffers,
+    follows_written_buffers,
     refuses_other_batches,
 )
 

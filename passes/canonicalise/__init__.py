@@ -36,6 +36,7 @@ from passes.canonicalise.loss_reductions import separate_loss_reductions
 from passes.canonicalise.narrow_logits import read_narrow_logits
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.out_arguments import replace_out_arguments
+from passes.canonicalise.parameter_writes import WRITES
 from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.repeated_rows import expand_repeated_rows
@@ -50,7 +51,15 @@ from passes.canonicalise.view_forms import fold_reshapes, normalise_views
 from passes.canonicalise.weighted_counts import sum_weighted_counts
 from passes.canonicalise.written_parts import join_written_parts
 
-__all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "inline_regions", "nodes_with_gradient"]
+__all__ = [
+    "CONSTANT",
+    "WRITES",
+    "canonicalise",
+    "cross_entropy",
+    "expert_linear",
+    "inline_regions",
+    "nodes_with_gradient",
+]
 
 
 def canonicalise(

@@ -2,7 +2,8 @@
 
 A write through a view is carried to the tensor it views (``slice_scatter`` and the like), and other views of that
 tensor are taken again where they are used later. A buffer that was written gets its final value by one
-``aten.copy_`` at the end of the graph. Writes to graph inputs do not reach the caller's tensors.
+``aten.copy_`` at the end of the graph. Writes to graph inputs do not reach the caller's tensors; writes to parameters
+are noted on their placeholders.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 
 from passes.canonicalise.fx import argument, aten, insert, is_tensor, shape, value, writes
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
+from passes.canonicalise.parameter_writes import note_parameter_write
 from passes.ir.errors import CaptureError
 from passes.torch_compat.operators import OpOverload, overload_name, schema
 from passes.torch_compat.tensor_fields import storage_id
@@ -29,7 +31,7 @@ def functionalise(module: fx.GraphModule, buffers: Collection[str], trainable: C
         buffers, trainable: names of the placeholders that are buffers, and of those that carry a gradient.
 
     Raises:
-        CaptureError: for a write that has no functional form, or that reaches a parameter.
+        CaptureError: for a write without functional form, and for one to a parameter that cannot be done before a call.
     """
     if any(writes(node) for node in module.graph.nodes if node.op == "call_function"):
         _Functionaliser(module.graph, buffers, trainable).run()
@@ -73,8 +75,13 @@ class _Functionaliser:
         self.store_buffers()
 
     def is_view(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether ``node`` looks at the memory of ``source``; an output of ``split`` does, one of ``topk`` does not."""
+        """Whether ``node`` looks at the memory of ``source``; an output of ``split`` does, one of ``topk`` does not.
+
+        A literal is copied where the model's code makes it, though its tensor without data is not.
+        """
         if node.target is operator.getitem and source not in self.views:
+            return False
+        if node.target is aten.lift_fresh_copy.default:
             return False
         return _same_memory(node, source)
 
@@ -98,9 +105,12 @@ class _Functionaliser:
         """Replace an in-place call on ``target`` and carry the result to everything that shares its memory."""
         root = self.root(target)
         if root.op == "placeholder" and root.name.startswith("p_"):
+            note_parameter_write(node, root, self.views)
+            return
+        if root.op == "placeholder" and root.name.startswith("c_") and str(node.target) not in _WITHOUT_WRITING:
             raise CaptureError(
-                f"the model writes to parameter {root.name[2:]!r} in its forward: write to it between steps (under "
-                "torch.no_grad(), by parallel.named_parameters()), or register it as a buffer"
+                f"the model writes in place ({node.target}) to a tensor that is none of its buffers, parameters and "
+                "inputs, which a program does not: register it as a buffer, or write to a clone"
             )
         held = _functional(node)
         updates = [(target, held)]
@@ -202,6 +212,9 @@ def _copied(node: fx.Node, target: fx.Node) -> fx.Node:
         return insert(node, aten.expand.default, (source, list(shape(target))))
     return insert(node, aten.alias.default, (source,))
 
+
+#: In place by name, and writing no number.
+_WITHOUT_WRITING = ("aten.detach_.default", "aten.requires_grad_.default")
 
 _SPECIAL: dict[str, Callable[[fx.Node, fx.Node], fx.Node]] = {
     "aten.copy_.default": _copied,

@@ -336,12 +336,6 @@ def _export(
         raise CaptureError(f"cannot capture {name}: in {describe_failure(error, paths)}: {reason}") from error
     if reads is not None:
         raise CaptureError(f"cannot capture {name}: {reads}")
-    written = call.reads.written_buffers
-    if written:
-        raise CaptureError(
-            f"cannot capture {name}: forward changes buffer {written[0]!r} and reads its value in Python, which a "
-            "program does not: use tensor operations (torch.where), or pass the number as an argument of forward"
-        )
     drop_answered(program)
     return program
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonicalise import CONSTANT, cross_entropy, expert_linear, nodes_with_gradient
+from passes.canonicalise import CONSTANT, WRITES, cross_entropy, expert_linear, nodes_with_gradient
 from passes.capture.naming import Namer, name_wishes
 from passes.capture.nested_values import Path
 from passes.ir.errors import CaptureError
-from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
+from passes.ir.graph import ITEM_SIZE, Graph, Node, ParameterWrite, Ref, State, Value, assign_keys
 from passes.torch_compat.operators import HigherOrderOperator
 
 OUR_OPERATORS: dict[Any, str] = {
@@ -56,6 +56,7 @@ def convert(module: fx.GraphModule, sources: Mapping[str, Source], outputs: list
 class _Converter:
     def __init__(self, module: fx.GraphModule, sources: Mapping[str, Source]) -> None:
         self.fx_nodes = list(module.graph.nodes)
+        self.parameter_writes: list[ParameterWrite] = module.meta.get(WRITES, [])
         self.sources = sources
         self.namer = Namer()
         self.names: dict[fx.Node, str] = {}
@@ -86,7 +87,16 @@ class _Converter:
         named = {path: self.names[result] for path, result in zip(outputs, results, strict=True)}
         classes = {path: name for node in self.fx_nodes if _is_call(node) for path, name in _places(node)}
         keyed = assign_keys(tuple(nodes))
-        return Graph(model_name, tuple(inputs), tuple(paths), tuple(states), keyed, named, module_classes=classes)
+        return Graph(
+            model_name,
+            tuple(inputs),
+            tuple(paths),
+            tuple(states),
+            keyed,
+            named,
+            parameter_writes=tuple(map(self.parameter_write, self.parameter_writes)),
+            module_classes=classes,
+        )
 
     def value(self, node: fx.Node, entry: torch.Tensor, wish: str, kind: Any, requires_grad: bool) -> Value:
         name = self.namer.name(wish)
@@ -128,6 +138,14 @@ class _Converter:
             if user.target is operator.getitem:
                 self.names[user] = values[user.args[1]].name  # type: ignore[index]
         return values
+
+    def parameter_write(self, write: ParameterWrite) -> ParameterWrite:
+        """A write with the paths of parameters for the names of their placeholders."""
+        steps = tuple(
+            dataclasses.replace(step, args=(self.sources[step.args[0]].state,)) if step.op == "parameter" else step
+            for step in write.steps
+        )
+        return dataclasses.replace(write, path=self.sources[write.path].state, steps=steps)
 
     def argument(self, argument: Any) -> Any:
         """An argument as plain data."""

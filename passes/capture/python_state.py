@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from passes.capture.state_holders import StateHolder, state_holders
+from passes.ir.errors import CaptureError
 from passes.torch_compat.module_tables import buffers_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -73,6 +74,7 @@ class WatchedState:
 
     def __init__(self, model: nn.Module, others: tuple[Any, ...], states: TracedStates) -> None:
         self._roots = (model, *others)
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._states = states
         self._before = [(holder, holder.contents()) for holder in state_holders(*self._roots).values()]
 
@@ -82,8 +84,18 @@ class WatchedState:
             if _entries_changed(contents, holder.contents()):
                 holder.put_back(contents)
 
+    def _refuse_replaced_parameters(self) -> None:
+        now = dict(self._roots[0].named_parameters(remove_duplicate=False))
+        for name in (*self._parameters, *now):
+            if now.get(name) is not self._parameters.get(name):
+                raise CaptureError(
+                    f"forward puts another tensor in the place of parameter {name!r}, which no optimizer has: write to "
+                    "it (parameter.copy_(…) under torch.no_grad())"
+                )
+
     def changes(self) -> StateChanges:
         """What differs now. What took the place of a buffer is written into the buffer where that can hold it."""
+        self._refuse_replaced_parameters()
         _write_replaced_buffers(self._roots[0], self._before)
         found = StateChanges(states=self._states)
         before = {id(holder.thing): contents for holder, contents in self._before}

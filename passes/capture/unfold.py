@@ -22,6 +22,8 @@ def unfold(graph: Graph, repeats: Sequence[RepeatedEntries]) -> Graph:
     Raises:
         NotRepeated: if the graph does not show that the copies are all alike.
     """
+    if graph.parameter_writes:
+        raise NotRepeated(graph.parameter_writes[0].path)
     units = [_Units(graph, number, repeat) for number, repeat in enumerate(repeats)]
     for each in units:
         each.check()

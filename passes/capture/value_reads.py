@@ -80,13 +80,6 @@ class ValueReads:
         """The readings among the entries behind the first ones."""
         return [entry for entry in self._entries[num_entries:] if isinstance(entry, GuardReading)]
 
-    @property
-    def written_buffers(self) -> tuple[str, ...]:
-        """The buffers that guards read and that the graph, as far as it is traced, writes to."""
-        if self._subgraphs is None or not self._entries:
-            return ()
-        return tuple(name for name in self.guards.buffers if self._subgraphs.is_written(("buffer", name)))
-
     def begin(self, tensors: Mapping[Source, torch.Tensor]) -> None:
         """The trace begins, with these tensors for inputs, parameters and buffers."""
         self._begin_values()

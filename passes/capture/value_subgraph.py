@@ -220,11 +220,6 @@ class Subgraphs:
         number = self._constant(node.args[1][0]) if _name(node) == "aten.index" and len(node.args[1]) == 1 else None
         return int(number) if number is not None and number.numel() == 1 else None
 
-    def is_written(self, source: Source) -> bool:
-        """Whether an operator changes what the trace began with."""
-        nodes = [node for node, of in self._sources.items() if of == source]
-        return self._are_written(nodes)
-
     def _are_written(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether an operator of the graph so far writes to the memory of any of these."""
         for node in reversed(self._trace.graph.nodes):  # those since the last question: models ask for every image

@@ -78,6 +78,12 @@ class WatchedForward(TorchFunctionMode):
             return same
         if func == _DATA:
             return args[0].detach()  # whatever is written to it is found where writes are made functional
+        if func == _SET_DATA:
+            return _write_data(*args)
+        if func == _SET_GRADIENT and args[1] is not None:
+            raise CaptureError(f"x.grad = … inside of forward would be lost by tracing: {_METHODS['backward']}")
+        if func in _FREEZES and isinstance(args[0], torch.nn.Parameter):
+            _refuse_freezing(args[0], *args[1:], **(kwargs or {}))
         if func in _FROM_DATA and args and isinstance(args[0], (list, tuple)):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
@@ -162,12 +168,33 @@ class WatchedForward(TorchFunctionMode):
 #: Tensors that a program may have.
 _LAYOUTS = (torch.strided, torch.jagged)
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+_FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 #: Functions that read the values of tensors in a list, which have none.
 _FROM_DATA = (torch.tensor, torch.as_tensor)
 _EQUAL = (torch.equal, torch.Tensor.equal)
 _AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 #: Elements of a tensor that may be read as an array.
 _MAX_READ = 4096
+
+
+def _write_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """``tensor.data = new`` as a write to its memory, which nothing else may look at."""
+    if not isinstance(tensor, torch.nn.Parameter) or (tensor.shape, tensor.dtype) != (new.shape, new.dtype):
+        raise CaptureError(
+            "x.data = … inside of forward cannot be traced, but for a parameter's, of the same shape and dtype: give "
+            "the new value a name of its own, or x.copy_(…) under torch.no_grad()"
+        )
+    tensor.detach().copy_(new.detach())
+
+
+def _refuse_freezing(parameter: torch.nn.Parameter, requires_grad: bool = True) -> None:
+    if parameter.requires_grad is not requires_grad:
+        raise CaptureError(
+            "forward changes requires_grad of a parameter, which a program does not: set it before planner.compile, or "
+            "detach what is computed of it"
+        )
 
 
 def _with_numbers(data: Any) -> Any:

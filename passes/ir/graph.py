@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from cost_models.dtypes import ITEM_SIZE
 from cost_models.short_text import ShortRepr
-from passes.ir.value_guards import ValueGuards
+from passes.ir.value_guards import GuardStep, ValueGuards
 
 ValueKind = Literal["input", "parameter", "buffer", "constant", "node"]
 
@@ -62,6 +62,26 @@ class State:
     aliases: tuple[str, ...] = ()
     persistent: bool = True
     data: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class ParameterWrite:
+    """A write of forward to a parameter, which is done before a call.
+
+    Attributes:
+        path: of the parameter.
+        steps: operators on parameters (``parameter`` of a path is one's value); the last one writes in place.
+        elementwise: whether each element is written from the same element of tensors of the same shape.
+    """
+
+    path: str
+    steps: tuple[GuardStep, ...]
+    elementwise: bool
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The parameters that it reads, and the one that it writes."""
+        return tuple(step.args[0] for step in self.steps if step.op == "parameter")
 
 
 @dataclass(frozen=True)
@@ -153,6 +173,7 @@ class Graph(ShortRepr):
         training: captured in training mode.
         checkpointed: part of the model runs under ``torch.utils.checkpoint``: its author wants it recomputed.
         unflatten: makes what the model returns from ``{output path: tensor}``; None for ``{path: tensor}`` itself.
+        parameter_writes: what is done to parameters before the call, in order.
         module_classes: class name of every module that computes something, itself or by its children, by path.
     """
 
@@ -166,6 +187,7 @@ class Graph(ShortRepr):
     training: bool = True
     checkpointed: bool = False
     guards: ValueGuards = field(default_factory=ValueGuards)
+    parameter_writes: tuple[ParameterWrite, ...] = ()
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

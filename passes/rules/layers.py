@@ -203,11 +203,10 @@ def _squeezed(dims: Dims, sizes: dict[str, int]) -> Dims:
 
 
 def weight_norm(call: OperatorCall) -> ShardingRule:
-    """``_weight_norm``: directions and magnitudes along one dim, which is all that may be cut."""
+    """``_weight_norm``: directions and magnitudes along one dim, which is all that may be cut; dim -1 has none."""
     shape = call.shape("v")
-    dim = call.dim("dim", len(shape))
-    dims = named_dims(shape, whole=[place for place in range(len(shape)) if place != dim])
-    return call.rule([dims, dims], [dims])
+    dims = named_dims(shape, whole=[place for place in range(len(shape)) if place != call["dim"]])
+    return call.rule([dims, dims if call.shape("g") else ()], [dims])
 
 
 def recurrent(call: OperatorCall) -> ShardingRule | None:

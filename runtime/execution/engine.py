@@ -172,6 +172,7 @@ class Engine:
 
     def _step(self, call: ModelCall, prepared: Prepared, local_inputs: bool, weight: float) -> torch.Tensor:
         ops.begin_step(training=True)
+        prepared.effects.write_parameters(self.state)
         with (
             self._inputs_of(call, prepared, local_inputs),
             ops.stored_at_end(),
@@ -210,6 +211,7 @@ class Engine:
             step = partial(self._step, call, prepared, local_inputs, 1.0)
             return differentiable(path, self._trained(), parameters(), step)
         ops.begin_step(training=False)
+        prepared.effects.write_parameters(self.state)
         with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
             for unit in in_order_of_use(prepared.stages):
                 unit.refresh_needed()  # nothing tells when an owner's memory is written (an optimizer, ``.data``, EMA)
@@ -282,6 +284,7 @@ class Engine:
         if scalars:
             own_call = dataclasses.replace(own_call, tensors={**own_call.tensors, **scalars})
         prepared = prepare(whole)
+        self._are_buffers_stale = not prepared.effects.buffers.isdisjoint(self._maker.cases.buffers_read)
         if agreed.is_compared:
             self.calls.confirm(lambda: _check_passed(own_call, prepared))
         return own_call, prepared

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from passes.emit import Program
 from runtime.calls.model_call import Path
 from runtime.execution.batch_split import BatchSplit
+from runtime.execution.call_effects import CallEffects
 from runtime.execution.chunk import ChunkRunner, ProgramRunner
 from runtime.execution.chunk_order import Execution
 from runtime.execution.experts_without_tokens import LoopedExpertParameters
@@ -26,6 +25,7 @@ class Prepared:
         counting: what counts totals that come from activations before a step; None if there are none.
         last: the program of the last chunk, wherever it runs: it says what comes out.
         split: how the batch is divided.
+        effects: what the call writes to parameters and buffers.
         trains: whether they are those of a training step.
         looped_experts: what follows experts without tokens; None before the first step.
     """
@@ -36,7 +36,7 @@ class Prepared:
     last: Program
     split: BatchSplit
     execution: Execution
-    unflatten: Callable[[dict[str, Any]], Any] | None
+    effects: CallEffects
     trains: bool
     looped_experts: LoopedExpertParameters | None = None
 

@@ -33,6 +33,7 @@ from runtime.calls.model_call import ModelCall, Path, read_call
 from runtime.calls.model_watch import ModelWatch
 from runtime.execution.batch_split import BatchSplit, cut_batch, in_pieces, split_of
 from runtime.execution.binding import UnitTable, make_units
+from runtime.execution.call_effects import CallEffects
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
 from runtime.execution.inputs_of_calls import dim_on, refuse_other_cuts, sample_dim, with_inputs_of_samples
@@ -435,7 +436,9 @@ class Maker:
             counting = counting_of(programs.counting, own_stage, run, is_mine=self._is_mine) if training else None
             totals = totals_of(programs.totals, (*stages, *(counting.stages if counting else ())), self.state, split)
         last = dataclasses.replace(emitted[len(programs.stages) - 1], unflatten=graph.unflatten)
-        return Prepared(stages, totals, counting, last, split, run(stages, last=last), graph.unflatten, training)
+        return Prepared(
+            stages, totals, counting, last, split, run(stages, last=last), CallEffects.of(graph), trains=training
+        )
 
     def _stage(self, stage: StageGraph, program: Program, split: BatchSplit, *, makes_units: bool) -> ChunkRunner:
         runner = ProgramRunner(program, self.state, split=split, scratch=self._scratch)

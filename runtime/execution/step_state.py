@@ -174,6 +174,13 @@ class StepState:
         """Whether this rank has anything of ``name``."""
         return self._is_here(self.infos[name])
 
+    def lie_alike(self, infos: Sequence[StateInfo]) -> bool:
+        """Whether every rank owns the same rectangle of each of these tensors."""
+        first = infos[0]
+        pieces = {(info.sharded, info.data_axes if info.sharded else (), info.zero_ranks) for info in infos}
+        wholes = {(info.shape, info.stages, info.owner_dtype) for info in infos}
+        return len(pieces) == len(wholes) == 1 and all(_lie_alike(first, info, self._mesh) for info in infos)
+
     def trains(self, name: str) -> bool:
         """Whether a parameter is trained: it may have been frozen since the plan was made."""
         info = self.infos[name]
