@@ -73,7 +73,7 @@ def sets_in_order(model: nn.Module) -> Iterator[None]:
 
 
 def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The global names of all that was imported of the packages that the classes of ``model`` are in, torch left out."""
+    """The global names of all that was imported of the packages that classes of ``model`` are in, torch left out."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     packages = {kind.__module__.partition(".")[0] for kind in classes} - {"torch"}
     for path, module in list(sys.modules.items()):
