@@ -153,8 +153,8 @@ class GeneratingModel:
             raise ValueError(f"generate called the model with another cache, as guidance_scale does: {OTHERWISE}")
         if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
             raise ValueError(
-                "output_attentions (which return_token_timestamps of Whisper asks for) and output_hidden_states stay "
-                f"in the programs: {OTHERWISE}"
+                "output_attentions and output_hidden_states (return_token_timestamps of Whisper asks for the first) "
+                f"stay in the programs: {OTHERWISE}"
             )
         if tokens is None:
             raise ValueError(f"inputs_embeds begin no sharded generation: pass {name}, or {OTHERWISE}")
