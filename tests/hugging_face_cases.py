@@ -97,6 +97,13 @@ def script(trainer_class: Any, folder: str, batch_size: int, resume: str | None 
     return trainer
 
 
+def evaluation_order(trainer_class: Any, folder: str, batch_size: int) -> list[int]:
+    """Of samples that are grouped by length."""
+    options = arguments(folder, batch_size, train_sampling_strategy="group_by_length", eval_strategy="no")
+    rows = [{"input_ids": [1] * (1 + 7 * index % 13)} for index in range(13)]
+    return [*trainer_class(llama(), options)._get_eval_sampler(rows)]
+
+
 def regression_script(trainer_class: Any, folder: str, batch_size: int, **options: Any) -> Any:
     """Numbers as labels, two groups of the script's own optimizer, evaluated first, the best weights at the end."""
     model = regression()

@@ -20,6 +20,7 @@ from tests.hugging_face_cases import (
     BATCH,
     FULL,
     accelerated,
+    evaluation_order,
     figures,
     lora,
     regression_script,
@@ -105,6 +106,7 @@ def main() -> None:
     example = {name: torch.ones(BATCH, 6, dtype=torch.int64) for name in ("input_ids", "labels")}
     planned = {"mesh": "tp=2", "plan_options": {"example_inputs": example, "cluster": slow}}
     logged["accelerate again"] = accelerated(Accelerator, resume=state, **planned)
+    logged["order"] = evaluation_order(hf.Trainer, state, batch_size)
     accelerator = Accelerator(cpu=True)
     if dist.get_rank() == 1:
         accelerator.set_trigger()

@@ -196,12 +196,15 @@ LINEAR: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]
     "sum of two": (lambda x: x * 1, lambda grad, x: grad + grad * x.exp()),
     "mixes elements": (lambda x: x.cumsum(0), lambda grad, x: 2 * grad.flip(0).cumsum(0).flip(0)),
     "another shape": (lambda x: torch.cat((x, x)), lambda grad, x: grad[: len(x)] - 0.1 * grad[len(x) :]),
+    "einsum": (lambda x: x * x.sum(0), lambda grad, x: torch.einsum("ij,kj->kj", grad, 2 * x)),
+    "Fourier transform": (lambda x: torch.fft.fft(x).real, lambda grad, x: torch.fft.ifft(grad * 5).real),
 }
 NOT_LINEAR: dict[str, Callable[..., torch.Tensor]] = {
     "clamp": lambda grad, x: grad.clamp(-0.1, 0.1),
     "hardtanh": lambda grad, x: F.hardtanh(grad),
     "sign": lambda grad, x: grad.sign(),
     "mul": lambda grad, x: grad * grad,
+    "einsum": lambda grad, x: torch.einsum("ij,ij->ij", grad, grad),
     "add": lambda grad, x: grad + 0.1 * x,
     "its backward": lambda grad, x: torch.ones_like(grad),
 }

@@ -28,6 +28,7 @@ from passes.ir.types import MeshShape
 from passes.torch_compat.operators import TorchDispatchMode
 from planner.serving_plan import fastest, plan_serving
 from planner.sharding_ilp.constraints import dividing
+from runtime.generation import generation_session, phase_programs
 from runtime.generation.hugging_face_loop import check_generates
 from tests.generation_cases import generated, model_named, prompt_of, training_batch
 from tests.ranks import run_on_ranks
@@ -65,8 +66,8 @@ def test_on_one_device_two_programs_serve_prompts_of_several_lengths() -> None:
     assert generated(parallel, "gpt2", "greedy", gathered=True) == generated(model, "gpt2", "greedy")
 
 
-def test_images_are_encoded_by_the_program_of_the_prompt() -> None:
-    """``generate`` would encode them itself first, with a model that has no weights. Each beam has both of a sample."""
+def llava() -> tuple[Any, dict[str, torch.Tensor]]:
+    """And two prompts of two pictures each."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = LlamaConfig(vocab_size=32, **sizes, bos_token_id=0, eos_token_id=31, pad_token_id=1)
     vision = CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
@@ -75,6 +76,13 @@ def test_images_are_encoded_by_the_program_of_the_prompt() -> None:
     model = LlavaForConditionalGeneration(config).eval()
     tokens = torch.tensor([[30] * 4 + [3] + [30] * 4 + [5], [30] * 4 + [7] + [30] * 4 + [2]])
     pictures = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": torch.randn(4, 3, 8, 8)}
+    return model, pictures
+
+
+def test_images_are_encoded_by_the_program_of_the_prompt() -> None:
+    """``generate`` would encode them itself first, with a model that has no weights. Each beam has both of a sample."""
+    model, pictures = llava()
+    tokens = pictures["input_ids"]
     parallel = planner.compile(model, "dp=1", example_inputs={**pictures, "labels": tokens})
     # transformers 5.17 repeats each picture for the beams, so that a beam has one of its sample's twice.
     beams = 2 if transformers_version() >= (5, 23) else 1
@@ -84,6 +92,17 @@ def test_images_are_encoded_by_the_program_of_the_prompt() -> None:
     tokens[0, :4], pictures["pixel_values"] = 9, pictures["pixel_values"][1:]
     with pytest.raises(ValueError, match="whose images are not as many and as large in each"):
         parallel.generate(**pictures, **{**options, "num_beams": 2})
+
+
+def test_rows_that_ranks_do_not_divide_are_filled_up_with_the_pictures_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, pictures = llava()
+    parallel = planner.compile(model, "dp=1", example_inputs={**pictures, "labels": pictures["input_ids"]})
+    for module in (phase_programs, generation_session):
+        monkeypatch.setattr(module, "rows_divisor", lambda plan: 3)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert parallel.generate(**pictures, **options).tolist() == model.generate(**pictures, **options).tolist()
 
 
 def test_whisper_hears_which_language_it_is() -> None:

@@ -35,6 +35,7 @@ from tests.hugging_face_cases import (
     accelerated,
     arguments,
     evaluated,
+    evaluation_order,
     figures,
     llama,
     lora,
@@ -108,6 +109,12 @@ def test_numbers_as_labels_and_an_optimizer_of_the_scripts_own(logged: dict[str,
     """Evaluated after the best weights came back; nothing tells the loss to ignore what fills up a batch."""
     alone = regression_script(transformers.Trainer, str(tmp_path), BATCH)
     close(logged["regression"], figures(alone), 2e-6)
+
+
+def test_samples_grouped_by_length_are_predicted_in_the_order_of_one_process(
+    logged: dict[str, Any], tmp_path: Path
+) -> None:
+    assert logged["order"] == evaluation_order(transformers.Trainer, str(tmp_path), BATCH)
 
 
 def test_evaluations_without_a_length_or_a_dataset(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ CALLS: dict[str, Call] = {
     "to a length": lambda y: torch.istft(spectrum(y), 16, 4, window=WINDOW, length=40),
     "of one signal, scaled": lambda y: torch.istft(spectrum(y)[0], 16, 4, window=WINDOW, normalized=True, center=False),
 }
+
 PLACES = torch.tensor([[0, 1, 2, 3, 4, 5, 5, 5], [1, 1, 0, 2, 3, 4, 4, 0]])
 
 
@@ -45,9 +46,25 @@ class Calling(nn.Module):
         return self.call(self.linear(x)).square().sum()
 
 
+class Repeated(Calling):
+    """Each row as often as the one number says, as pictures of one size are counted by Qwen2-VL."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda y: y)
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (torch.repeat_interleave(y, times, dim=0)[1:] * y.flatten().repeat_interleave(times)[:6]).sum()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_traced_in_operators_that_do_not_look_at_values(name: str) -> None:
     assert_parity(Calling(CALLS[name]), args=(X,))
+
+
+def test_one_number_of_repeats_is_read_like_several() -> None:
+    assert_parity(Repeated(), args=(X, torch.tensor([2])))
+    assert_parity(Repeated(), args=(X[:1], torch.tensor(3)))
 
 
 def test_a_sparse_tensor_is_written_out() -> None:

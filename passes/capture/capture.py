@@ -26,6 +26,7 @@ from passes.capture.nested_values import Path, Structure, rebuild
 from passes.capture.next_call import check_next_call
 from passes.capture.one_process import as_one_process
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
+from passes.capture.ordered_sets import sets_in_order
 from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_rows, operator_calls, refuse_picked_rows
 from passes.capture.refusals import names_of_paths, refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
@@ -162,7 +163,13 @@ def _trace_path(
         call.tensors if values is None else values, buffers, paths, whole=not repeats, picked=picked
     )
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
-    with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions(), as_one_process():
+    with (
+        shortened(copied, repeats),
+        announced_hooks(copied),
+        unvalidated_distributions(),
+        as_one_process(),
+        sets_in_order(copied),
+    ):
         graph_training = copied.training
         states = _state_names(call)
         with OneDevice(stand_ins.device):

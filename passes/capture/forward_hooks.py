@@ -15,8 +15,8 @@ from passes.torch_compat.module_tables import CONTENT, FORWARD_HOOKS, hooks_of
 from passes.torch_compat.operators import tree_leaves
 from passes.torch_compat.tensor_fields import DisableTorchFunction, versions
 
-#: Packages whose models read in the same forward what their hooks collect.
-_READ_BACK = ("transformers.",)
+#: Packages whose models read in the same forward what their hooks collect, and that of what generation notes itself.
+_READ_BACK = ("transformers.", "runtime.")
 
 
 @contextlib.contextmanager

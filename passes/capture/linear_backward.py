@@ -21,8 +21,13 @@ _LINEAR = {"neg", "negative", "positive", "pos", "clone", "detach", "to", "type"
            "broadcast_to", "alias", "sum", "mean", "cumsum", "transpose", "swapaxes", "permute", "t", "movedim", "flip",
            "roll", "squeeze", "unsqueeze", "flatten", "unflatten", "select", "narrow", "index_select", "gather",
            "getitem", "take_along_dim", "tril", "triu", "split", "chunk", "unbind", "repeat", "repeat_interleave",
-           "diagonal"}  # fmt: skip
-_PRODUCTS = {"mul", "multiply", "rmul", "imul", "matmul", "rmatmul", "mm", "bmm", "mv", "outer"}
+           "diagonal", "real", "imag", "view_as_real", "view_as_complex", "conj", "resolve_conj"}  # fmt: skip
+#: Fourier transforms, of real and of complex numbers, by their names in torch.fft.
+_LINEAR |= {f"fft_{one}fft{dims}" for one in ("", "i", "r", "ir", "h", "ih") for dims in ("", "2", "n")}
+_LINEAR |= {"fft_fftshift", "fft_ifftshift"}
+#: Linear in each operand; einsum has its operands behind an equation, each for itself or in a list.
+_PRODUCTS = {"mul", "multiply", "rmul", "imul", "matmul", "rmatmul", "mm", "bmm", "mv", "outer", "ger", "dot", "vdot",
+             "inner", "kron", "tensordot", "einsum"}  # fmt: skip
 _QUOTIENTS = {"div", "divide", "true_divide", "truediv", "idiv", "itruediv"}
 #: ``f(x, dim, index, y)``: x with y added or put somewhere.
 _PLACED = {"scatter_add", "index_add", "scatter", "index_copy"}
@@ -81,7 +86,7 @@ class OnlyLinear(TorchFunctionMode):
         if name in _DERIVATIVES:
             return following[0] and sum(following) == 1
         if name in _PRODUCTS:
-            return sum(following) == 1
+            return sum(id(tensor) in self._following for tensor in _tensors(operands)) == 1
         if name in _QUOTIENTS:
             return following[0] and sum(following) == 1 and "rounding_mode" not in kwargs
         if name in _SUMS:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from passes.capture.ordered_sets import OrderedSet
 from passes.torch_compat.module_tables import tensors_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -143,6 +144,8 @@ class _Copies:
             copied: Any = object.__new__(type(thing)) if isinstance(thing, nn.Module) else copy.copy(thing)
         except Exception:  # whatever an object raises that cannot be copied: it is shared
             copied = thing
+        if type(thing) is set:
+            copied = OrderedSet()
         self._copies[id(thing)] = copied
         if copied is thing:
             return thing

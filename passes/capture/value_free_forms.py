@@ -1,8 +1,8 @@
 """Functions of torch in operators that a program may have: most look at values, to check or to warn.
 
 Tracing stops where a value is looked at. These look at numbers that the shapes decide (``cov`` at the number of
-observations), at a buffer that they have just counted up (a batch norm without momentum), or only to raise (``istft``).
-A sparse tensor is written out.
+observations), at a buffer that they have just counted up (a batch norm without momentum), at a number that they have
+spread themselves (``repeat_interleave``), or only to raise (``istft``). A sparse tensor is written out.
 """
 
 from __future__ import annotations
@@ -112,7 +112,19 @@ def _sparse_coo_tensor(
     return values.new_zeros(tuple(size)).index_put(indices.unbind(0), values, accumulate=True)
 
 
+def _repeat_interleave(
+    x: torch.Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> torch.Tensor | None:
+    """One number of repeats for all entries: torch spreads it out of the tracer's sight, where its value is unknown."""
+    if not isinstance(repeats, torch.Tensor) or repeats.numel() != 1:
+        return None
+    entries = x.flatten() if dim is None else x
+    spread = repeats.reshape(1).expand(entries.shape[dim or 0])
+    return entries.index_select(dim or 0, torch.repeat_interleave(spread, output_size=output_size))
+
+
 #: Names of functions and methods of torch → their forms, which give None for arguments that they do not know.
 _FORMS: dict[str, Callable[..., torch.Tensor | None]] = {
     "cov": _cov, "corrcoef": _corrcoef, "istft": _istft, "sparse_coo_tensor": _sparse_coo_tensor,
+    "repeat_interleave": _repeat_interleave,
 }  # fmt: skip

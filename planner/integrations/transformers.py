@@ -143,6 +143,15 @@ class TransformersTrainer(transformers.Trainer):
         finally:
             self.args.per_device_train_batch_size = size
 
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise: predictions come in the order of this sampler."""
+        size = self.args.per_device_eval_batch_size
+        self.args.per_device_eval_batch_size = size * self.accelerator.num_processes
+        try:
+            return super()._get_eval_sampler(*args, **kwargs)
+        finally:
+            self.args.per_device_eval_batch_size = size
+
     def _plan_with(self, dataset: Any, batch_size: int) -> None:
         """Let the accelerator plan for a whole batch of ``dataset``; without one, for the first batch there is."""
         if isinstance(self.model, ParallelModule):

@@ -25,7 +25,7 @@ def with_images_expanded(model: Any, expand: Callable[..., Any]) -> Callable[...
     def expanded(
         expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **inputs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        images = {} if expand_size == 1 else _images(model, input_ids, inputs)
+        images = {} if expand_size == 1 else images_of(model, input_ids, inputs)
         others = {name: value for name, value in inputs.items() if name not in images}
         input_ids, others = expand(
             expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **others
@@ -40,8 +40,8 @@ def with_images_expanded(model: Any, expand: Callable[..., Any]) -> Callable[...
     return expanded
 
 
-def _images(model: Any, input_ids: torch.Tensor | None, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs that are encoded.
+def images_of(model: Any, input_ids: torch.Tensor | None, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs that are encoded, of as many entries for each row of ``input_ids``.
 
     Raises:
         ValueError: if they may be of another number or size in one sample than in the next.
@@ -69,6 +69,6 @@ def _check_alike(model: Any, modality: str, input_ids: torch.Tensor | None, tens
         ):
             return
     raise ValueError(
-        f"several rows a prompt (num_beams, num_return_sequences) whose {modality}s are not as many and as large in "
-        f"each: generate from prompts alike, or {OTHERWISE}"
+        f"rows are repeated (for num_beams, num_return_sequences, or to divide them over ranks) whose {modality}s are "
+        f"not as many and as large in each: generate from prompts alike, or {OTHERWISE}"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from runtime.execution.engine import Engine
+from runtime.generation.cache_layout import rows_divisor
 from runtime.generation.phase_models import LAST, POSITION
 from runtime.generation.phase_programs import PhasePrograms, Prompt
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
@@ -35,6 +36,12 @@ class GenerationSession:
     @property
     def is_first(self) -> bool:
         return is_first_rank(self.engine.places.device_mesh)
+
+    @property
+    def rows_divisor(self) -> int:
+        """Number of ranks that rows are divided over."""
+        assert self.engine.plan is not None
+        return rows_divisor(self.engine.plan)
 
     @property
     def num_cache_bytes(self) -> int:

@@ -17,7 +17,7 @@ from passes.torch_compat.module_tables import buffers_of, parameters_of
 from runtime.calls.skeleton import skeleton
 from runtime.execution.engine import Engine
 from runtime.execution.mixed_precision import cast_floats
-from runtime.generation.expanded_images import with_images_expanded
+from runtime.generation.expanded_images import images_of, with_images_expanded
 from runtime.generation.generation_session import GenerationSession
 from runtime.generation.phase_models import ENCODED, LAST, POSITION, encoded_without_values
 from runtime.generation.phase_programs import Prompt
@@ -152,7 +152,10 @@ class GeneratingModel:
         if not isinstance(cache, ShardedCache):
             raise ValueError(f"generate called the model with another cache, as guidance_scale does: {OTHERWISE}")
         if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
-            raise ValueError(f"output_attentions and output_hidden_states stay in the programs: {OTHERWISE}")
+            raise ValueError(
+                "output_attentions and output_hidden_states (return_token_timestamps of Whisper asks for the first) "
+                f"stay in the programs: {OTHERWISE}"
+            )
         if tokens is None:
             raise ValueError(f"inputs_embeds begin no sharded generation: pass {name}, or {OTHERWISE}")
         encoded = inputs.get("encoder_outputs")
@@ -184,11 +187,13 @@ class GeneratingModel:
             else tensor
             for name, tensor in tensors.items()
         }
+        uneven = rows % self.session.rows_divisor != 0
+        per_row = {n: len(v) // rows for n, v in images_of(self.model, tokens, tensors).items()} if uneven else {}
         tensors[LAST] = torch.tensor([count - 1])
         shape = None if encoded is None else tuple(encoded[0].shape)
         slots = -(-length // SLOTS) * SLOTS
         on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
-        return self.session.prompt(Prompt(on_host, constants, rows, slots, shape))
+        return self.session.prompt(Prompt(on_host, constants, rows, slots, shape, per_row))
 
     def _token(self, tensors: dict[str, Any], position: int, length: int) -> torch.Tensor:
         slots = -(-length // SLOTS) * SLOTS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Prompt:
         rows: samples times beams.
         length: slots of the cache.
         encoder_shape: of what the encoder gives, None without one.
+        per_row: by inputs that have another number of entries for each row than one (images), how many.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -39,12 +40,14 @@ class Prompt:
     rows: int
     length: int
     encoder_shape: tuple[int, ...] | None = None
+    per_row: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for prompts that the same programs serve."""
         shapes = tuple((name, tuple(t.shape), t.dtype) for name, t in sorted(self.tensors.items()))
-        return shapes, tuple(sorted(self.constants.items())), self.length, self.encoder_shape
+        per_row = tuple(sorted(self.per_row.items()))
+        return shapes, tuple(sorted(self.constants.items())), self.length, self.encoder_shape, per_row
 
 
 class CacheMemory(Mapping[str, torch.Tensor]):
@@ -107,7 +110,7 @@ class PhasePrograms:
         #: Set by the loop on the first rank.
         self.is_checked = False
         divisor = rows_divisor(engine.plan)
-        self.rows = prompt.rows
+        self.rows, self.per_row = prompt.rows, prompt.per_row
         #: With rows that repeat the last one, so that the ranks divide them.
         self.padded_rows = -(-prompt.rows // divisor) * divisor
         tensors = self._padded(prompt.tensors)
@@ -178,6 +181,8 @@ class PhasePrograms:
 
     def _with_rows(self, name: str, tensor: torch.Tensor, extra: int) -> torch.Tensor:
         """A tensor with its last row ``extra`` times more, if it has rows."""
+        if name in self.per_row:
+            return torch.cat([tensor, *[tensor[-self.per_row[name] :]] * extra])
         dim = tensor.dim() - 2 if name in BY_TOKEN else 0  # of position_ids there may be several kinds
         if not extra or name in (LAST, POSITION) or not tensor.dim() or tensor.shape[dim] != self.rows:
             return tensor

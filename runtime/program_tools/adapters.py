@@ -45,6 +45,7 @@ class _Distributed:
     ) -> None:
         group = group or dist.group.WORLD
         assert group is not None, "the process group is there"
+        inputs = [tensor.resolve_conj() for tensor in inputs]
         if exchanges_lists(group, inputs[0].device):
             dist.all_to_all(outputs, inputs, group=group)
         else:

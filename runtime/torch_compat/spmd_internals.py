@@ -40,12 +40,13 @@ def use_mesh(mesh: Any) -> Iterator[None]:
 def accept_any_stride_in_all_reduce() -> None:
     """An all-reduce asserts a contiguous tensor (0.3), but gradients often are expanded or transposed views.
 
-    For the whole process and for good: backward passes call it on threads of their own, at any time.
+    For the whole process and for good: backward passes call it on threads of their own, at any time. Complex numbers
+    that are only marked as conjugates (``ifft`` of real ones gives such) are written out: torch sends pairs of numbers.
     """
     original = _collectives._AllReduce.forward
 
     def forward(ctx: Any, x: torch.Tensor, axis: Any, dst: Any, inplace: bool, dtype_options: Any) -> torch.Tensor:
-        return original(ctx, x if inplace else x.contiguous(), axis, dst, inplace, dtype_options)
+        return original(ctx, x if inplace else x.resolve_conj().contiguous(), axis, dst, inplace, dtype_options)
 
     _collectives._AllReduce.forward = staticmethod(forward)  # type: ignore[method-assign]
 
@@ -85,8 +86,8 @@ class _OverSeveralRanks:
 
     def all_gather_tensor(self, x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
         alone = dist.get_world_size(group) == 1
-        return x if alone else all_gather_along(x, dim, group)
+        return x if alone else all_gather_along(x.resolve_conj(), dim, group)
 
     def reduce_scatter_tensor(self, x: torch.Tensor, kind: str, dim: int, group: Any) -> torch.Tensor:
         alone = dist.get_world_size(group) == 1
-        return x if alone else reduce_scatter_along(x, kind, dim, group)
+        return x if alone else reduce_scatter_along(x.resolve_conj(), kind, dim, group)
