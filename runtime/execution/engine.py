@@ -35,8 +35,8 @@ from runtime.execution.gradients_of_parameters import GradientsOfParameters
 from runtime.execution.mixed_precision import cast_floats, computing_in
 from runtime.execution.outputs import counted_once, with_all_shares, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
-from runtime.execution.program_builder import Maker, local_axes
-from runtime.execution.rank_mapping import Places
+from runtime.execution.program_builder import Maker
+from runtime.execution.rank_mapping import Places, local_axes
 from runtime.execution.replanning import Planner
 from runtime.execution.step_state import StepState
 from runtime.kernels.routing_listeners import unheard

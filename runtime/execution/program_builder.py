@@ -17,7 +17,6 @@ from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
-from passes.ir.types import MeshShape
 from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
 from passes.pipeline_cut.early_stores import with_early_stores
 from passes.plan import Plan
@@ -38,7 +37,7 @@ from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
 from runtime.execution.inputs_of_calls import dim_on, refuse_other_cuts, sample_dim, with_inputs_of_samples
 from runtime.execution.prepared_programs import Prepared
-from runtime.execution.rank_mapping import Places
+from runtime.execution.rank_mapping import Places, local_axes
 from runtime.execution.replanning import Planner, as_seen_by
 from runtime.execution.shape_captures import ShapeCaptures, announced
 from runtime.execution.state_info import Placing
@@ -445,8 +444,3 @@ class Maker:
         units, shared = make_units(stage, self.state, runner.literals, self._units, training=makes_units)
         input_of = self.input_of(program)
         return ChunkRunner(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)
-
-
-def local_axes(mesh: MeshShape) -> tuple[str, ...]:
-    """The axes on which local inputs are cut already: ranks of all others pass the same samples."""
-    return tuple(name for name in mesh.names if name == BATCH_AXIS)

@@ -410,3 +410,8 @@ def _size(device_mesh: DeviceMesh, axis: str) -> int:
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+
+
+def local_axes(mesh: MeshShape) -> tuple[str, ...]:
+    """The axes on which local inputs are cut already: ranks of all others pass the same samples."""
+    return tuple(name for name in mesh.names if name == BATCH_AXIS)
