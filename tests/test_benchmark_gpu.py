@@ -108,7 +108,8 @@ def test_the_plan_takes_less_than_36_minutes_on_one_gpu() -> None:
         parts = plan(Setting(num_gpus))
         assert sum(part.seconds for part in parts if part.needs <= num_gpus) < minutes * 60
         assert {part.name.split()[0] for part in parts} == {
-            "machine", "numerics", "training", "bandwidth", "step", "memory", "parity", "generation", "resume", "host",
+            "machine", "numerics", "training", "products", "bandwidth", "step", "memory", "parity", "generation",
+            "resume", "host",
         }  # fmt: skip
         assert len({item.name for part in parts for item in part.items if part.name == "numerics"}) == 15
         for part in parts:
