@@ -23,6 +23,7 @@ TURNING: dict[str, View] = {
     "permute": lambda x: x.permute(2, 0, 1),
     "a dim of one turned": lambda x: x.unsqueeze(1).mT,
     "flat": lambda x: x.flatten(1).unsqueeze(0),
+    "on its own device": lambda x: x.to(device="cpu"),
 }
 
 

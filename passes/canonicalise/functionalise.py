@@ -20,7 +20,7 @@ from passes.canonicalise.fx import argument, aten, insert, is_tensor, shape, val
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.parameter_writes import note_parameter_write
 from passes.ir.errors import CaptureError
-from passes.torch_compat.operators import OpOverload, overload_name, schema
+from passes.torch_compat.operators import OpOverload, overload_name, schema, tree_map
 from passes.torch_compat.tensor_fields import storage_id
 
 
@@ -260,6 +260,8 @@ def _order_of_dims(view: fx.Node, source: fx.Node) -> list[int] | None:
 
     whole = without_data(source)
     rest, kwargs = fx.map_arg((view.args[1:], dict(view.kwargs)), without_data)
+    # what a view moves to its own device stays where nothing has data
+    rest, kwargs = tree_map(lambda each: whole.device if isinstance(each, torch.device) else each, (rest, kwargs))
     shown = _target(view)(whole, *rest, **kwargs)
     if shown.is_conj() or shown.is_neg():
         return None
