@@ -6,17 +6,24 @@ computes nothing, while the sender goes on. Inside an action the layers play on 
 (``cost_models.streams``). The last gradients of each chunk are reduced over the data axis layer by layer, behind
 what is still to compute. The optimizer starts when every rank's gradients are there, since their norm is clipped over
 all of them; then updated parameters are gathered.
+
+Of a step of more than ``MOST_PLAYED`` micro-batches two shorter ones are played. By then the pipeline is in its steady
+state, in which every round of micro-batches takes as long as the one before: seconds, and bytes where they grow with
+the micro-batches, go on at the rate from the shorter to the longer one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cost_models.pipeline_play import PipelineActions, Player, programs, run
 from cost_models.step import ChunkCosts, PipelineStep
 from cost_models.step_time import chunks_of_ranks, layer_sum
 from cost_models.streams import Recorder, play
+
+#: Micro-batches of the longest step that is played to its end.
+MOST_PLAYED = 16384
 
 
 class Event(NamedTuple):
@@ -91,8 +98,20 @@ def simulate(step: PipelineStep, *, timeline: bool = False, memory: bool = False
     """Play ``step``; with every event if ``timeline``, with bytes over time if ``memory``.
 
     Raises:
-        ValueError: if the schedule cannot run this many chunks and micro-batches.
+        ValueError: if the schedule cannot run this many chunks and micro-batches; if a step of more than
+            ``MOST_PLAYED`` micro-batches is asked for every event.
     """
+    if step.num_microbatches > MOST_PLAYED:
+        if timeline or memory:
+            raise ValueError(
+                f"a step of {step.num_microbatches:,} micro-batches has too many events to show: at most "
+                f"{MOST_PLAYED:,} micro-batches are played, plan with a smaller global_batch or larger micro-batches"
+            )
+        return _continued(step)
+    return _played(step, timeline=timeline, memory=memory)
+
+
+def _played(step: PipelineStep, *, timeline: bool = False, memory: bool = False) -> StepReport:
     shape = (step.schedule, step.num_ranks, step.num_microbatches, len(step.chunks))
     ranks = chunks_of_ranks(step)
     players = [Player(step.chunks, program, keep=timeline or memory) for program in programs(*shape)]
@@ -116,6 +135,31 @@ def simulate(step: PipelineStep, *, timeline: bool = False, memory: bool = False
         timeline=_events(players, reduced, updates, gathers) if timeline else None,
         memory=tuple(over_time) if memory else None,
     )
+
+
+def _continued(step: PipelineStep) -> StepReport:
+    """The report of a step that is too long to play.
+
+    The shorter steps have as many micro-batches more than whole rounds of all ranks, down and up, as ``step``.
+    """
+    rounds = 2 * step.num_ranks
+    apart = max(1, MOST_PLAYED // 2 // rounds) * rounds
+    first, second = (count * apart + step.num_microbatches % rounds for count in (1, 2))
+    times = (step.num_microbatches - second) / apart
+    shorter, longer = (_played(replace(step, num_microbatches=count)) for count in (first, second))
+
+    def further(before: float, after: float) -> float:
+        return after + (after - before) * times
+
+    seconds = further(shorter.seconds, longer.seconds)
+    ranks = []
+    for before, after in zip(shorter.ranks, longer.ranks):
+        figures = {name: further(value, getattr(after, name)) for name, value in vars(before).items()}
+        ranks.append(
+            RankReport(**{**figures, "bubble_fraction": figures["bubble_seconds"] / seconds if seconds else 0.0})
+        )
+    pipeline = further(shorter.pipeline_seconds, longer.pipeline_seconds)
+    return StepReport(seconds=seconds, pipeline_seconds=pipeline, ranks=tuple(ranks))
 
 
 def _rank_report(

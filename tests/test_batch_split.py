@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -113,3 +114,28 @@ class Cosines(nn.Module):
 def test_what_is_expanded_to_a_width_like_the_number_of_samples_mixes_none() -> None:
     graph = capture(Cosines(), args=(torch.ones(8, 3, 8),))
     assert follow_batch(graph, rules=rule_for).mixing == ()
+
+
+class Scaled(nn.Module):
+    """A number of Python's, and a penalty of whose products there are more once that number is no longer 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        errors = self.out(torch.tanh(self.hidden(x) * scale)) - x
+        return errors.square().mean() + 0.01 * self.out.weight.square().sum()
+
+
+def test_a_number_that_is_no_longer_one_leaves_samples_in_their_micro_batches() -> None:
+    model, x = seeded(Scaled), torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    reference = copy.deepcopy(model)
+    parallel = planner.compile(
+        model, "dp=1", example_inputs={"x": x, "scale": 1.0}, fix={"num_microbatches": 2, "recompute": "none"}
+    )
+    for scale in (1.0, 1.5):
+        reference(x=x, scale=scale).backward()
+        parallel.train_step(x=x, scale=scale)
+    for name, gradient in parallel.full_gradients().items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-9, atol=1e-12)

@@ -12,7 +12,7 @@ import rules_samples_signals  # noqa: F401  (registers its samplers)
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from rules_harness import Sample, fake_mesh, legal_choices, make_case, prove
+from rules_harness import WITHOUT_GRADIENT, Sample, fake_mesh, legal_choices, make_case, prove
 from rules_samples import SAMPLERS, Draw
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -125,6 +125,18 @@ def test_query_heads_cut_further_than_key_heads(key_heads: int, members: int, me
     assert prove(
         mesh, sample, pairs=[pair for place in range(len(labels)) for pair in ((queries, place), (place, queries))]
     )
+
+
+@pytest.mark.parametrize("frozen", [(0,), (3, 4), (2, 3, 4)], ids=["inputs", "weights", "weights and scores"])
+def test_experts_beside_operands_without_gradients(
+    frozen: tuple[int, ...], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights are R where inputs are I, and the other way around."""
+    monkeypatch.setitem(WITHOUT_GRADIENT, "meshwright.experts.default", frozen)
+    shapes = (4, 2, 3), (4, 2, 2), (4, 8, 3), (4, 3, 4)
+    tokens, scores, gate_up, down = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    ids = torch.arange(16).view(4, 2, 2) * 3 % 4
+    assert prove(mesh, Sample("meshwright.experts.default", (tokens, ids, scores, gate_up, down, None, None), {}))
 
 
 def _wrong_softmax() -> tuple[Sample, ShardingRule]:

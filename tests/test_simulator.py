@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_models import simulator
 from cost_models.pipeline_play import programs
 from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
 from cost_models.simulator import Event, simulate
@@ -270,6 +272,21 @@ def test_a_chunk_without_layers_passes_microbatches_on() -> None:
 def test_asking_for_more_than_the_schedule_runs_says_why() -> None:
     with pytest.raises(ValueError, match="at least as many micro-batches as ranks"):
         simulate(equal_step("1f1b", num_ranks=4, num_microbatches=2))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_a_step_too_long_to_play_goes_on_as_it_has_begun(schedule: str, data: st.DataObject) -> None:
+    step = data.draw(any_steps(schedule, 3, 303))
+    with mock.patch.object(simulator, "MOST_PLAYED", 120):
+        report = simulate(step)
+        with pytest.raises(ValueError, match="303 micro-batches has too many events to show: at most 120"):
+            simulate(step, timeline=True)
+    played = simulate(step)
+    assert (report.seconds, report.pipeline_seconds) == pytest.approx((played.seconds, played.pipeline_seconds))
+    for rank, expected in zip(report.ranks, played.ranks):
+        assert vars(rank) == pytest.approx(vars(expected), abs=1e-9 * played.seconds)
 
 
 @pytest.mark.parametrize(

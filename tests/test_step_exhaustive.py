@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
+from cost_models.simulator import MOST_PLAYED
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.auditing.repriced_step import reprice
@@ -132,6 +134,14 @@ def test_the_walk_passes_all_candidates(cluster: str) -> None:
     search, _ = searched(Case("2-block mlp", cluster), num_alternatives=1)
     optimum = candidates(search.cluster, global_batch=8, num_units=4, demands=search.demands)
     assert set(optimum) <= set(every_candidate(search))
+
+
+def test_schedules_of_which_every_micro_batch_is_played_are_left_out_where_there_are_too_many() -> None:
+    cluster, demands = Cluster.parse("cpu-local:4"), read_demands({"pp": 4, "schedule": ["1f1b", "v_half"]})
+    most = {"1f1b": 0, "v_half": 0}
+    for each in candidates(cluster, global_batch=4 * MOST_PLAYED, num_units=16, demands=demands):
+        most[each.schedule] = max(most[each.schedule], each.num_microbatches)
+    assert most == {"1f1b": 4 * MOST_PLAYED, "v_half": MOST_PLAYED}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

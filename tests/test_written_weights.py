@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import planner
 from passes.capture import keep_float64
@@ -39,6 +41,35 @@ def test_an_evaluation_between_two_writes_keeps_no_weights(zero: int) -> None:
         expected = model(**batch)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+class Queue(nn.Module):
+    """Compares with the means of earlier batches, as contrastive learning; forward appends that of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.linspace(-1, 1, 24).view(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys, hidden = self.seen.clone(), self.first(x).tanh()
+        compared = torch.softmax(hidden @ keys.T, -1) @ keys
+        with torch.no_grad():
+            self.seen.copy_(torch.cat([hidden.mean(0)[None], self.seen[:-1]]))
+        return self.second(hidden + compared).square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_backward_after_a_call_sees_buffers_as_they_were_before_it(recompute: str) -> None:
+    model, x = seeded(Queue), torch.linspace(-2, 2, 12, dtype=torch.float64).view(3, 4)
+    reference = copy.deepcopy(model)
+    parallel = planner.compile(model, "dp=1", example_inputs={"x": x}, fix={"recompute": recompute})
+    for _ in range(2):
+        reference(x=x).backward()
+        parallel(x=x).backward()
+    torch.testing.assert_close(parallel.full_state_dict()["seen"], reference.seen, rtol=1e-12, atol=0)
+    for name, gradient in parallel.full_gradients().items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
 
 class KeptWithinBounds(models.Chain):

@@ -117,7 +117,10 @@ def _choices(plan: Plan) -> dict[str, str]:
 
 
 def _figures(first: Plan, second: Plan) -> Iterator[tuple[str, str, str, str]]:
-    seconds = [{bar.name: bar.seconds for bar in waterfall(plan, simulated_step(plan))} for plan in (first, second)]
+    seconds = [
+        {bar.name: bar.seconds for bar in waterfall(plan, simulated_step(plan, events=False))}
+        for plan in (first, second)
+    ]
     for name in seconds[0]:
         yield _row(name, seconds[0][name], seconds[1][name], format_seconds)
     ours, theirs = first.step, second.step

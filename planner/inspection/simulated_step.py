@@ -9,13 +9,14 @@ from passes.plan import Plan
 TOLERANCE = 1e-6
 
 
-def simulated_step(plan: Plan) -> StepReport:
-    """Every event of the plan's step, and the bytes that each pipeline rank holds over it.
+def simulated_step(plan: Plan, *, events: bool = True) -> StepReport:
+    """The plan's step; with every event, and the bytes that each pipeline rank holds over it, if ``events``.
 
     Raises:
-        ValueError: if the schedule cannot run the plan's chunks, or the step takes other seconds than the plan states.
+        ValueError: if the schedule cannot run the plan's chunks, or the step takes other seconds than the plan states;
+            if it has too many events to show.
     """
-    report = simulate(plan.step.pipeline, timeline=True, memory=True)
+    report = simulate(plan.step.pipeline, timeline=events, memory=events)
     stated = plan.step.costs.simulated
     if abs(report.seconds - stated) > TOLERANCE * max(report.seconds, stated):
         raise ValueError(

@@ -139,7 +139,7 @@ def folded_as(runs: tuple[BlockRun, ...], graph: Graph, plan: Plan) -> tuple[Blo
     """``runs`` folded to the shortest group of copies that ``plan`` repeats; runs without such a group are dropped."""
     keys = {node.name: node.key for node in graph.nodes}
     paths = {state.value.name: state.path for state in graph.states}
-    strategies = _pinned_nodes(plan)
+    strategies = planned_strategies(plan)
 
     def placed(run: BlockRun, copy: int) -> tuple[object, ...]:
         states = (plan.states.get(paths[names[copy]]) for names in run.states)
@@ -267,7 +267,7 @@ def keep_plan(problem: Problem, plan: Plan) -> Constraint:
     Of others as much as they offer, axis by axis: a sequence that ``tp`` does not divide is still cut by samples.
     """
     constraint = Constraint("pinned plan")
-    nodes = _pinned_nodes(plan)
+    nodes = planned_strategies(plan)
     for name, element in problem.elements.items():
         planned = _planned_choice(element, plan, nodes)
         if planned is None:
@@ -282,7 +282,7 @@ def keep_plan(problem: Problem, plan: Plan) -> Constraint:
     return constraint
 
 
-def _pinned_nodes(plan: Plan) -> dict[str, tuple[str, ...]]:
+def planned_strategies(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Strategies by node key, for every copy of the blocks (a later graph may fold others)."""
     strategies = {key: node.strategy for key, node in plan.nodes.items()}
     for block in plan.blocks:

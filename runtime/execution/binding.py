@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 from runtime.zero.group import StateGroup
 from runtime.zero.unit import Unit, UnitWeight
 
+#: A place of a tensor in a tree: the table of attributes and the name in it.
+_Slot = tuple[dict[str, Any], str]
+_NOTHING: Mapping[int, torch.Tensor] = MappingProxyType({})
+
 
 class BoundUnit:
     """One unit of a chunk: gathers its weights into trees that look like the model's, and runs a block with them.
@@ -48,41 +53,57 @@ class BoundUnit:
         self._names = tuple(name for _, names in units for name in names)
         self._fixed = tuple(fixed.values())
         self.trees = [WeightTree() for _ in range(stage_unit.num_roots)]
-        slots: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        slots: dict[str, list[_Slot]] = {}
         for root, path, full in stage_unit.states:
             self.trees[root].put(path, fixed.get(full))
-            if full not in fixed:
-                parent, _, name = path.rpartition(".")
-                node = self.trees[root].find(parent) if parent else self.trees[root]
-                slots.setdefault(full, []).append((node.__dict__, name))
+            parent, _, name = path.rpartition(".")
+            node = self.trees[root].find(parent) if parent else self.trees[root]
+            slots.setdefault(full, []).append((node.__dict__, name))
         self._slots = [slots.get(name, []) for name in self._names]
+        self._fixed_slots = [slots.get(name, []) for name in fixed]
         for tree in self.trees:
             tree.look_up_at_once()
         #: Whether what a block uses are the owners themselves, always the same.
         self._are_owners = all(unit.uses_owners for unit in self.units)
         self._is_filled = False
 
-    def run(self, block: Block, *tensors: torch.Tensor, forward: Callable[..., Any] | None = None) -> Any:
-        """The block's outputs, with weights gathered for this run alone; ``forward`` runs it in another way."""
+    def run(
+        self,
+        block: Block,
+        *tensors: torch.Tensor,
+        forward: Callable[..., Any] | None = None,
+        before: Mapping[int, torch.Tensor] = _NOTHING,
+    ) -> Any:
+        """The block's outputs, with weights gathered for this run alone.
+
+        Args:
+            forward: runs the block in another way.
+            before: what is read in the place of buffers, by their ids.
+        """
         if not (self._are_owners and self._is_filled):
-            self._fill(self._weights())
+            self._fill(self._slots, self._weights())
+            self._is_filled = True
+        if before:
+            self._fill(self._fixed_slots, [before.get(id(tensor), tensor) for tensor in self._fixed])
         stay_on_device(self._tensors)
         block.weights = self.trees[0] if len(self.trees) == 1 else tuple(self.trees)
         try:
             return (forward or block.forward)(*tensors)
         finally:
             if not self._are_owners:
-                self._fill([None] * len(self._slots))
+                self._fill(self._slots, [None] * len(self._slots))
+            if before:
+                self._fill(self._fixed_slots, self._fixed)
 
-    def _fill(self, weights: Sequence[torch.Tensor | None]) -> None:
-        for slots, weight in zip(self._slots, weights):
+    @staticmethod
+    def _fill(all_slots: Sequence[Sequence[_Slot]], tensors: Sequence[torch.Tensor | None]) -> None:
+        for slots, tensor in zip(all_slots, tensors):
             for table, name in slots:
-                table[name] = weight
-        self._is_filled = True
+                table[name] = tensor
 
     def _tensors(self) -> list[torch.Tensor | None]:
         """What the trees hold: weights as they are used, and the unit's other tensors."""
-        return [*self._fixed, *(table[name] for slots in self._slots for table, name in slots)]
+        return [table[name] for slots in (*self._fixed_slots, *self._slots) for table, name in slots]
 
     def lend(self, tree: WeightTree) -> None:
         """Put the weights into a program's own tree for operators outside of its units."""
@@ -123,14 +144,15 @@ class ChunkUnits:
         forward = self._compiled(block, graphed, whole=inside or recompute in ("none", "full", ON_HOST))
         outside = "none" if inside and recompute != ON_HOST else recompute
 
+        before = ops.values_before()
         if not torch.is_grad_enabled() or (outside == "none" and bound.keeps_weights):  # Runs once, here and now.
-            return functools.partial(bound.run, block, forward=forward)
+            return functools.partial(bound.run, block, forward=forward, before=before)
         microbatch, mesh, device = ops.current_microbatch(), mesh_of_thread(), torch.get_default_device()
 
         def run(*tensors: torch.Tensor) -> Any:
             on_device = contextlib.nullcontext() if device.type == "cpu" else device
             with ops.in_microbatch(microbatch), use_mesh(mesh), on_device:
-                return bound.run(block, *tensors, forward=forward)
+                return bound.run(block, *tensors, forward=forward, before=before)
 
         return recomputed(run, outside, gathers_weights=not bound.keeps_weights)
 

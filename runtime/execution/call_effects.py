@@ -32,6 +32,11 @@ class CallEffects:
         written = {paths[node.inputs[0]] for node in graph.nodes if node.writes_buffer and node.inputs[0] in paths}
         return cls(graph.parameter_writes, frozenset(written))
 
+    def buffers_here(self, state: StepState) -> list[torch.Tensor]:
+        """What this rank has of the buffers."""
+        names = (name for name in sorted(self.buffers) if name in state.infos)
+        return [state.find(name) for name in names if state.is_here(name)]
+
     def write_parameters(self, state: StepState) -> None:
         """Do the writes to parameters; all ranks must call it.
 

@@ -81,12 +81,26 @@ class ProgramRunner:
 
     def __call__(self, tensors: Sequence[torch.Tensor], microbatch: int) -> dict[str, torch.Tensor]:
         """Outputs by path."""
-        with self._running(microbatch):
+        with self._running(microbatch), self._reading(ops.values_before()):
             if self._constants is None:
                 with torch.no_grad():
                     self._constants = tuple(self.entry.constants())
             outputs: dict[str, torch.Tensor] = self.entry(*tensors, *self._constants)
         return outputs
+
+    @contextlib.contextmanager
+    def _reading(self, before: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Read what stands in the place of buffers, by their ids."""
+        paths = [spec.path for spec in self.program.states if spec.path in self.state.infos] if before else []
+        buffers = {path: self.state.find(path) for path in paths if not self.state.infos[path].is_parameter}
+        buffers = {path: buffer for path, buffer in buffers.items() if id(buffer) in before}
+        for path, buffer in buffers.items():
+            self.tree.put(path, before[id(buffer)])
+        try:
+            yield
+        finally:
+            for path, buffer in buffers.items():
+                self.tree.put(path, buffer)
 
     @contextlib.contextmanager
     def _running(self, microbatch: int) -> Iterator[None]:

@@ -212,7 +212,8 @@ class Engine:
             return differentiable(path, self._trained(), parameters(), step)
         ops.begin_step(training=False)
         prepared.effects.write_parameters(self.state)
-        with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
+        read_later = prepared.effects.buffers_here(self.state) if torch.is_grad_enabled() else ()
+        with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end(read_later):
             for unit in in_order_of_use(prepared.stages):
                 unit.refresh_needed()  # nothing tells when an owner's memory is written (an optimizer, ``.data``, EMA)
             outputs = self._looped_experts(prepared).forward(prepared.execution.forward)

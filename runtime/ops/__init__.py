@@ -6,7 +6,7 @@ All are written with torch operators that run on real process groups, on a fake 
 
 from runtime.mesh.joint_axes import joint
 from runtime.ops.attention import grouped_query_attention, scaled_dot_product_attention
-from runtime.ops.buffers import running_again, store, stored_at_end
+from runtime.ops.buffers import running_again, store, stored_at_end, values_before
 from runtime.ops.equal_parts import padded, trimmed
 from runtime.ops.mesh_types import retyped
 from runtime.ops.microbatch import (
@@ -72,4 +72,5 @@ __all__ = [
     "store",
     "stored_at_end",
     "trimmed",
+    "values_before",
 ]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_models import Cluster
-from cost_models.schedules import SCHEDULES, reason_not
+from cost_models.schedules import SCHEDULES, Schedule, reason_not
+from cost_models.simulator import MOST_PLAYED
 from cost_models.text import counted
 from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, ZERO_RANKS, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, MeshLayout, divisors, layouts, zero_groups
@@ -187,6 +188,8 @@ def _schedules(layout: MeshLayout, local_batch: int, m: int, num_units: int, dem
             total = layout.pipeline * chunks
             if total > num_units or m < STEADY.get(name, 0.0) * layout.pipeline:
                 continue
+            if m > MOST_PLAYED and _plays_all(row):
+                continue
             shape = {"num_ranks": layout.pipeline, "num_units": num_units, "num_chunks": total}
             if "schedule" not in demands.fixed and not is_offered(name, **shape):
                 continue
@@ -205,6 +208,11 @@ def is_offered(schedule: str, *, num_ranks: int, num_units: int, num_chunks: int
         if others <= num_units and is_offered(other, num_ranks=num_ranks, num_units=num_units, num_chunks=others):
             return False
     return math.ceil(num_units / num_chunks) * num_chunks <= EVEN.get(schedule, math.inf) * num_units
+
+
+def _plays_all(row: Schedule) -> bool:
+    """Whether a schedule's price needs the order of every micro-batch; others have closed forms."""
+    return row.played == math.inf or row.order is not None
 
 
 def _wants_pipeline(demands: Demands) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from cost_models.simulator import MOST_PLAYED
 from cost_models.text import counted
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import candidates
@@ -23,7 +24,8 @@ _RULES: tuple[tuple[frozenset[str], str], ...] = (
     (
         frozenset(("pp", "schedule", "chunks_per_rank")),
         "pp × chunks_per_rank can be at most {units}, the parts (layers, embedding, head) that the model can be cut "
-        "into; schedules and chunks are those of a pipeline of pp ≥ 2, and some need enough micro-batches",
+        "into; schedules and chunks are those of a pipeline of pp ≥ 2, and some need enough micro-batches "
+        f"(v_half and registered ones at most {MOST_PLAYED:,})",
     ),
     (
         frozenset(("zero", ZERO_RANKS, "ep")),
