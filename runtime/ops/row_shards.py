@@ -103,12 +103,12 @@ class _ScatteredLinear(torch.autograd.Function):
         _check_first_derivative()
         x, weight = ctx.saved_tensors
         by_x = by_weight = None
-        kept: list[torch.Tensor] = []
-        gathered = _kept(_gathered(grad, ctx.group), kept)
+        pieces: list[torch.Tensor] = []
+        gathered = _listed(_gathered(grad, ctx.group), pieces)
         if ctx.needs_input_grad[0]:
             by_x = _in_order((F.linear(rows, weight.t()) for rows in gathered), x.shape[_ROWS])
         if ctx.needs_input_grad[1]:
-            by_weight = _by_weight(torch.cat([*kept, *gathered], dim=_ROWS), _of_ranks(x, ctx.group))
+            by_weight = _by_weight(torch.cat([*pieces, *gathered], dim=_ROWS), _of_ranks(x, ctx.group))
         return by_x, by_weight, None
 
     @staticmethod
@@ -156,10 +156,10 @@ def _in_order(pieces: Iterable[torch.Tensor], rows: int) -> torch.Tensor:
     return whole.flatten(_ROWS - 1, _ROWS)
 
 
-def _kept(pieces: Iterable[torch.Tensor], kept: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """``pieces``, each also in ``kept``."""
-    for piece in pieces:
-        kept.append(piece)
+def _listed(arriving: Iterable[torch.Tensor], pieces: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What arrives, each also put into ``pieces``."""
+    for piece in arriving:
+        pieces.append(piece)
         yield piece
 
 
