@@ -7,6 +7,7 @@ starts one server at first use; it ends with the input that it reads requests fr
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -168,6 +169,7 @@ def _fork(request: dict[str, Any], environment: dict[str, str], log: Path) -> in
         os.dup2(nothing, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.enable()  # a process that the C library aborts says where it was
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [request["script"], *request["arguments"]]

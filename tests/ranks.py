@@ -74,7 +74,7 @@ def run_script(
     codes = _server().run(script, folder, environments, arguments=arguments, timeout=timeout)
     written = [(folder / f"log{rank}").read_text() for rank in range(len(environments))]
     if any(code != 0 for code in codes):
-        said = "\n".join(f"--- rank {rank} ---\n{text[-3000:]}" for rank, text in enumerate(written))
+        said = "\n".join(f"--- rank {rank} ---\n{text[-8000:]}" for rank, text in enumerate(written))
         raise AssertionError(f"ranks ended with {codes} (None: not within {timeout} s)\n{said}")
     return written
 
