@@ -290,3 +290,29 @@ def test_under_a_users_nccl_group_each_process_takes_its_own_gpu(
 def test_groups_of_axes_wait_as_long_as_the_job() -> None:
     """torch gives them its own 30 minutes (10 on NCCL), whatever the job was started with."""
     assert run_on_ranks("groups_worker", 4, {"seconds": 77}, timeout=PATIENCE) == {"seconds": [77.0] * 6}
+
+
+#: How a script ends → whether the group is still there when the interpreter is taken down.
+ENDS = {"pass": False, "planner.init()": False, "sys.exit(3)": False, "raise KeyError": True}
+END = """
+import atexit, os, sys
+import planner, torch.distributed as dist
+for number, end in enumerate(sys.argv[1:]):
+    if os.fork():
+        os.wait()
+        continue
+    atexit._clear()
+    atexit.register(lambda: print(number, dist.is_initialized(), flush=True))
+    planner.init()
+    exec(end)
+    break
+"""
+
+
+def test_a_group_that_init_made_is_left_when_the_script_ends_well() -> None:
+    written = subprocess.run(
+        [sys.executable, "-c", END, *ENDS], env=environment(), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert written.stdout.split() == [
+        word for number, there in enumerate(ENDS.values()) for word in (str(number), str(there))
+    ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,7 +44,8 @@ def init(
     """Join the default process group, as the arguments say, else torchrun's environment, else SLURM's, else alone.
 
     Call it on every process. If the group is already there, it only says who this process is: on a GPU
-    (its own, by local rank) if NCCL runs the group's collectives, else on the CPU.
+    (its own, by local rank) if NCCL runs the group's collectives, else on the CPU. A group that it made is left when
+    the script ends well.
 
     Args:
         rank: number of this process, 0 to ``world_size`` − 1.
@@ -73,7 +77,20 @@ def init(
         )
     else:
         _join(place, chosen, backend, timeout, collective_timeout)
+    atexit.unregister(_leave)  # the group is left once, however often this process joins one
+    atexit.register(_leave)
     return Process(place.rank, place.world_size, _local_rank(place), chosen)
+
+
+def _leave() -> None:
+    """Leave the group before the interpreter is taken down, unless it is by an error: then a peer may never answer.
+
+    Threads of the group keep the tensors of the last collectives for a moment longer. torch aborts the process when one
+    of them lets go of such a tensor while the interpreter ends (pytorch/pytorch issue 190489).
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        with suppress(RuntimeError):  # peers may be gone
+            dist.destroy_process_group()
 
 
 def init_in_round(
