@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
-RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal
+RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal --durations=40 --durations-min=5
 
 .PHONY: demo test test-oldest lint docs browser install golden clean
 
