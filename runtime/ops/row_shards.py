@@ -87,7 +87,7 @@ class _GatheredLinears(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.count = group, count
         ctx.set_materialize_grads(False)
-        products = [_Rows(_all_rows(x, group)) for _ in weights]
+        products = [_RowsInOrder(_all_rows(x, group)) for _ in weights]
         for rows in _gathered(x, group):
             for product, weight, bias in zip(products, weights, biases):
                 product.add(F.linear(rows, weight, bias))  # type: ignore[arg-type]
@@ -121,11 +121,12 @@ class _GatheredLinears(torch.autograd.Function):
         *, x: torch.Tensor, group: dist.ProcessGroup, count: int, parameters: tuple[torch.Tensor | None, ...]
     ) -> Any:
         rows: Any = spmd.rules.all_gather(x, group, src=S(x.dim() + _ROWS), dst=R)
+        layers: Any = zip(parameters[:count], parameters[count:])
         return tuple(
             product_type("...h,vh->...v", rows, weight)
             if bias is None
             else product_type("...h,vh,v->...v", rows, weight, bias)
-            for weight, bias in zip(parameters[:count], parameters[count:])
+            for weight, bias in layers
         )
 
 
@@ -144,7 +145,7 @@ class _ScatteredLinear(torch.autograd.Function):
         pieces: list[torch.Tensor] = []
         gathered = _listed(_gathered(grad, ctx.group), pieces)
         if ctx.needs_input_grad[0]:
-            products = _Rows(x.shape[_ROWS])
+            products = _RowsInOrder(x.shape[_ROWS])
             for rows in gathered:
                 products.add(F.linear(rows, weight.t()))
             by_x = products.whole()
@@ -195,7 +196,7 @@ def _of_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return x.unflatten(_ROWS, (dist.get_world_size(group), -1)).movedim(_ROWS - 1, 0)
 
 
-class _Rows:
+class _RowsInOrder:
     """Pieces [ranks, ..., rows / ranks / pieces, width] put together as one tensor [..., rows, width]."""
 
     def __init__(self, rows: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from passes.ir.derived_values import state_derived
 from passes.ir.graph import Graph, Node
 from passes.ir.types import MeshShape
-from passes.repeats.model_units import find_units
+from passes.repeats.model_units import find_units, unit_of_nodes
 from passes.repeats.repeated_blocks import BlockRun, find_blocks
 from passes.repeats.sibling_linears import sibling_linears
 from passes.rules import forward_flops, rule_for
@@ -179,8 +179,8 @@ class ShardingSpace:
         runs = foldable_runs(graph, find_blocks(graph) if blocks is None else blocks, tuple(pinned))
         structure = build_structure(graph, runs, Cut(1).mesh)
         if overlap_tensor:
-            units = find_units(graph, structure.runs)
-            structure.siblings = sibling_linears(graph, [unit.nodes for unit in units])
+            units = unit_of_nodes(find_units(graph, structure.runs))
+            structure.siblings = sibling_linears(graph, units, find_blocks(graph))
         later = {name for run in structure.runs for copy in run.copies[1:] for name in copy}
         repeated = {name for run in structure.runs for name in run.copies[0]}
         followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first, repeated=repeated)
