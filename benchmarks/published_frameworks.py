@@ -45,6 +45,8 @@ class Framework:
         reruns_second_products: selective recomputation runs every second matrix product of a layer again (torchtitan,
             ``selective_ac_option = "op"``).
         reduces_after_backward: gradients are reduced once the last backward pass is done.
+        gathers_beside_forward: updated parameters are gathered beside the next step's first forward pass, layer by
+            layer (Megatron-LM's ``--overlap-param-gather``).
         float32_logits: the loss runs on logits cast to float32, operator by operator.
         triton_attention: attention is FlashAttention as written in Triton, before FlashAttention-2.
         early_hopper_products: matrix products are those of CUDA 12.1 on a Hopper device.
@@ -57,6 +59,7 @@ class Framework:
     reruns_whole_layers: bool = False
     reruns_second_products: bool = False
     reduces_after_backward: bool = False
+    gathers_beside_forward: bool = False
     float32_logits: bool = False
     triton_attention: bool = False
     early_hopper_products: bool = False
@@ -97,6 +100,8 @@ class Framework:
                 if self.reduces_after_backward:
                     update = costs.update_step + costs.reduce_step
                     costs = dataclasses.replace(costs, reduce_step=0.0, update_step=update)
+                if self.gathers_beside_forward:
+                    costs = _gathered_beside(costs, device.overlap_slowdown)
                 layers.append((costs, count))
             if self.float32_logits and index == len(step.chunks) - 1:
                 layers[-1] = (self._float32_loss(layers[-1][0], step, tokens, config, device), layers[-1][1])
@@ -172,3 +177,9 @@ def _products(graph: Any, unit: str) -> Iterator[tuple[int, int]]:
         if node.op.startswith("aten.linear") and (node.module_path + ".").startswith(unit + "."):
             width, depth = graph.values[node.inputs[1]].shape[:2]
             yield width, depth
+
+
+def _gathered_beside(costs: LayerCosts, slowdown: float) -> LayerCosts:
+    """A layer whose parameters are gathered while the layer before it runs: what is hidden slows that down."""
+    hidden = min(costs.gather_step, costs.forward)
+    return dataclasses.replace(costs, gather_step=costs.gather_step - (1.0 - slowdown) * hidden)

@@ -61,6 +61,7 @@ class PublishedRun:
     network_gbps: float | None = None
     memory_binds: bool = False
     tensor: Splitter | None = None
+    overlap_tensor: bool = False
     fitted_before: bool = False
     framework: Mapping[str, Any] = field(default_factory=dict)
     second_hand: str = ""
@@ -118,7 +119,14 @@ def compare(run: PublishedRun, *, gap: float = Demands.gap) -> Comparison:
     graph = planning.capture_for_planning(config, batch_size=run.global_batch, seq_len=run.seq_len)
     if run.tensor is None:
         # Their own software ran these, without our kernels, and what ran fitted: no headroom.
-        demands = read_demands(run.fix, compiled=run.compiled, headroom=0.0, gap=gap, time_limit=TIME_LIMIT)
+        demands = read_demands(
+            run.fix,
+            compiled=run.compiled,
+            headroom=0.0,
+            gap=gap,
+            time_limit=TIME_LIMIT,
+            overlap_tensor=run.overlap_tensor,
+        )
         step = plan_step(graph, cluster, demands).step
     else:
         step = split_by_rule(run, run.tensor, graph, config, cluster)
@@ -129,8 +137,9 @@ def compare(run: PublishedRun, *, gap: float = Demands.gap) -> Comparison:
 
 def split_by_rule(run: PublishedRun, tensor: Splitter, graph: Graph, config: Any, cluster: Cluster) -> StepPlan | None:
     """The step with layers split as the run's software splits them, where the planner would split otherwise."""
-    level_one = BaselineSpace(graph, config=config, compiled=run.compiled).level_one(tensor, cluster)
-    search = Search(level_one, cluster, read_demands(run.fix, compiled=run.compiled, time_limit=TIME_LIMIT))
+    space = BaselineSpace(graph, config=config, compiled=run.compiled, overlap_tensor=run.overlap_tensor)
+    demands = read_demands(run.fix, compiled=run.compiled, time_limit=TIME_LIMIT, overlap_tensor=run.overlap_tensor)
+    search = Search(space.level_one(tensor, cluster), cluster, demands)
     outcome = search.run()
     best = min((judge(solution) for solution in outcome.solutions), key=lambda each: each.report.seconds)
     return extract(search, outcome, best, [], cluster=cluster, constraints={}).step

@@ -104,7 +104,8 @@ def plan(
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
         overlap_tensor: linear layers may gather or scatter the rows that the tensor axis cuts in pieces, beside their
-            own arithmetic, where that is better (priced with ``overlap_slowdown``; not measured on GPUs yet).
+            own arithmetic (those of one input together, once), where that is better (priced with ``overlap_slowdown``;
+            not measured on GPUs yet).
         offload: ``"optimizer"``: optimizer state is in the hosts' memory, and the optimizer runs there
             (``planner.OffloadedOptimizer``); ``"activations"``: blocks may keep what their backward pass needs there,
             where that is better (recompute policy ``"offload"``); ``"all"``: both; ``"auto"``: whichever of these, or

@@ -123,6 +123,22 @@ def test_a_tensor_parallel_plan_names_the_style_of_every_matrix() -> None:
     assert styles["model.layers.*.self_attn.o_proj"] == styles["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
+def test_layers_that_exchange_their_rows_are_columns_and_rows_that_overlap() -> None:
+    pins = {
+        **{f"*{name}_proj": {"tp": "cut n from b0"} for name in ("q", "k", "v", "gate", "up")},
+        **{f"*{name}_proj": {"tp": "cut k to b0"} for name in ("o", "down")},
+    }
+    cluster = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    plan = planner.plan(
+        "tiny-llama", cluster, global_batch=8, seq_len=12, fix={"tp": 2}, constraints=pins, overlap_tensor=True
+    )
+    assert plan.export("megatron").settings["--tp-comm-overlap"] is True
+    assert plan.export("torchtitan").settings["--parallelism.enable_async_tensor_parallel"] is True
+    styles = plan.export("transformers-tp").settings["distributed_config.tp_plan"]
+    assert styles["model.layers.*.self_attn.o_proj"] == styles["model.layers.*.mlp.down_proj"] == "rowwise"
+    assert "--tp-comm-overlap" not in llama("tp=2", "megatron").export("megatron").settings
+
+
 def test_what_differs_between_layers_is_listed() -> None:
     plan = llama("pp=1,dp=2,tp=1,zero=3")
     chunk = plan.step.chunks[0]

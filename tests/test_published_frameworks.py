@@ -66,6 +66,19 @@ def test_gradients_reduced_after_backward_hide_behind_nothing() -> None:
     assert (step_seconds(late).tail, step_seconds(late).update) == (0.0, 2 * 9.0)
 
 
+@pytest.mark.parametrize(("gather", "left"), [(2.0, 0.25 * 2.0), (5.0, 5.0 - 0.75 * 3.0)])
+def test_parameters_gathered_beside_forward_slow_it_down_and_are_waited_for_where_they_take_longer(
+    gather: float, left: float
+) -> None:
+    step = step_with("none")
+    costs = replace(step.chunks[0].costs, layers=((replace(LAYER, gather_step=gather), 2), (LOSS, 1)))
+    step = replace(step, chunks=(replace(step.chunks[0], costs=costs),))
+    beside = Framework(gathers_beside_forward=True)
+    device = replace(DEVICE, overlap_slowdown=0.25)
+    layers = beside.on_step(step, None, CONFIG, 5, device).chunks[0].layers
+    assert [layer.gather_step for layer, _ in layers] == [left, 0.0]
+
+
 @pytest.mark.parametrize(("shards", "bytes_of_a_logit"), [(1, 12), (2, 20)])
 def test_a_float32_loss_holds_three_copies_of_logits_and_five_where_the_vocabulary_is_sharded(
     shards: int, bytes_of_a_logit: int

@@ -5,7 +5,10 @@ That they compute what one device does, and send what is counted: ``tests/test_s
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +18,22 @@ from torch import Tensor, nn
 
 import planner
 from cost_models import Cluster
+from passes.capture import capture
 from passes.ir.types import MeshShape
 from passes.rules.rule import AxisChoice, pieces_of_rows
+from planner.sharding_ilp.assignment import Assignment
 from planner.sharding_ilp.hidden_collectives import exposed
 from planner.sharding_ilp.own_collective import Collective
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.costs.level_one import LevelOne
+from planner.whole_step.costs.sharding import Cut, ShardingSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 from runtime import ops
 from runtime.mesh.virtual import virtual_mesh
 
 GATHER, SCATTER = "cut n from b0", "cut k to b0"
+OTHERS = ["cut n", "cut k", "cut b0", "replicate", "invariant", SCATTER]
+CUT, LAYOUT = Cut(1, tensor=2), MeshLayout(1, 1, 1, 2)
 
 
 class Mlp(nn.Module):
@@ -36,8 +47,28 @@ class Mlp(nn.Module):
         return (x + self.down(torch.relu(self.up(self.norm(x))))).square().mean()
 
 
+class Siblings(nn.Module):
+    """Linear layers of one input, one of them frozen, behind one whose output may be scattered."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, 2 * width, bias=bias) for bias in (True, False, False))
+        self.out = nn.Linear(2 * width, width)
+        self.k.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(x)))
+        h = self.norm(x)
+        return (x + self.out(torch.tanh(self.q(h)) * self.k(h) * self.v(h))).square().mean()
+
+
 BATCH = {"x": torch.randn(1, 256, 64, dtype=torch.float64)}
 PINS = {"up": {"tp": GATHER}, "down": {"tp": SCATTER}}
+
+
+SHARING = {**{name: {"tp": GATHER} for name in ("q", "k", "v")}, **{name: {"tp": SCATTER} for name in ("down", "out")}}
 
 
 def cluster(*, bandwidth: float, slowdown: float = 0.0) -> Cluster:
@@ -48,10 +79,15 @@ def cluster(*, bandwidth: float, slowdown: float = 0.0) -> Cluster:
 
 
 def planned(
-    *, bandwidth: float = 1e6, overlap_tensor: bool = True, slowdown: float = 0.0, **options: Any
+    model: nn.Module | None = None,
+    *,
+    bandwidth: float = 1e6,
+    overlap_tensor: bool = True,
+    slowdown: float = 0.0,
+    **options: Any,
 ) -> planner.Plan:
     return planner.plan(
-        Mlp().double(),
+        (model or Mlp()).double(),
         cluster(bandwidth=bandwidth, slowdown=slowdown),
         example_inputs=BATCH,
         fix={"tp": 2},
@@ -125,6 +161,78 @@ def test_the_plan_is_audited_and_read_back(tmp_path: Any) -> None:
     assert again.step.overlap_tensor and strategies(again) == [GATHER, SCATTER]
     assert planner.audit(again, Mlp().double(), example_inputs=BATCH).ok
     assert planner.verify(Mlp().double(), again, batch=BATCH).ok
+
+
+def collectives(plan: planner.Plan) -> dict[tuple[str, str], int]:
+    return {(item.collective, item.phase): item.count for item in plan.collectives if item.axis == "tp"}
+
+
+def test_layers_of_one_input_gather_its_rows_once() -> None:
+    """Forward in four pieces, backward whole for the weights; the sum of the input's gradients is scattered in four.
+
+    The layers before and behind them scatter their outputs in four pieces, and gather the gradients in as many.
+    """
+    plan = planned(Siblings(), constraints=SHARING)
+    (group,) = plan.shared_gathers
+    assert [key.partition(":")[0] for key in group] == ["q", "k", "v"]
+    counts = collectives(plan)
+    assert (counts["all_gather", "forward"], counts["all_gather", "backward"]) == (4, 1 + 2 * 4)
+    assert (counts["reduce_scatter", "forward"], counts["reduce_scatter", "backward"]) == (2 * 4, 4)
+    assert planner.audit(plan, Siblings().double(), example_inputs=BATCH).ok
+    alone = replace(plan, shared_gathers=())
+    assert not planner.audit(alone, Siblings().double(), example_inputs=BATCH).ok
+
+
+@pytest.mark.parametrize("group", [["up"], ["up", "none"], ["up", "down"], ["up", "up"]])
+def test_a_plan_file_with_layers_that_cannot_gather_together_is_refused(group: list[str]) -> None:
+    data = json.loads(planned(constraints=PINS).to_json())
+    data["shared_gathers"] = [[f"{name}:aten.linear.default:0" for name in group]]
+    with pytest.raises(ValueError, match="shared_gathers: expected"):
+        planner.Plan.from_dict(data)
+
+
+def test_layers_of_two_inputs_that_a_plan_lets_gather_together_are_refused() -> None:
+    """What ``up`` takes is not what ``q`` takes."""
+    plan = planned(Siblings(), constraints={**SHARING, "up": {"tp": GATHER}})
+    wrong = replace(plan, shared_gathers=(("up:aten.linear.default:0", "q:aten.linear.default:0"),))
+    with pytest.raises(ValueError, match="cannot share a gather"):
+        planner.verify(Siblings().double(), wrong, batch=BATCH)
+
+
+@pytest.mark.parametrize(("bandwidth", "gathering"), [(1e6, 0), (2e7, 3)])
+def test_no_choice_of_layers_to_gather_for_beats_the_search(bandwidth: float, gathering: int) -> None:
+    """Every subset of the layers is tried; where all of them gather together, none of them would for itself alone."""
+    space = ShardingSpace.of(capture(Siblings().double(), kwargs=BATCH), overlap_tensor=True)
+    (siblings,) = space.structure.siblings
+    keys = [space.structure.elements[name].key for name in siblings]
+
+    def best(space: ShardingSpace, **changes: Any) -> Assignment | None:
+        changed, devices = replace(space, **changes), cluster(bandwidth=bandwidth)
+        level_one = LevelOne(devices, changed, StepUnits.of(changed))
+        sharded = level_one.sharded(CUT, LAYOUT, Links.of(devices, LAYOUT))
+        return None if sharded is None else sharded.variant.assignment
+
+    def num_gathering(assignment: Assignment) -> int:
+        return sum(assignment.options[name].labels[-1] == GATHER for name in siblings)
+
+    forced = [
+        best(space, pins={key: {"tp": [GATHER] if gathers else OTHERS} for key, gathers in zip(keys, subset)})
+        for subset in itertools.product((False, True), repeat=len(keys))
+    ]
+    found, alone = best(space), best(space, structure=replace(space.structure, siblings=()))
+    assert found is not None and alone is not None
+    assert found.seconds == pytest.approx(min(each.seconds for each in forced if each))
+    assert (num_gathering(found), num_gathering(alone)) == (gathering, 0)
+
+
+@pytest.mark.parametrize(("frozen", "again"), [((), 1), (("q", "k"), 1), (("q", "k", "v"), 0)])
+def test_rows_are_gathered_again_if_some_weight_has_a_gradient(frozen: tuple[str, ...], again: int) -> None:
+    model = Siblings()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name.partition(".")[0] not in frozen)
+    plan = planned(model, constraints=SHARING)
+    assert collectives(plan)["all_gather", "backward"] == again + 2 * 4
+    assert planner.verify(model, plan, batch=BATCH).ok
 
 
 @pytest.mark.parametrize("product", [ops.gathered_linear, ops.scattered_linear])

@@ -85,7 +85,7 @@ NARROW_CHUNKS: Case = {
 _EXCHANGING = {
     "overlap_tensor": True,
     "constraints": {
-        **{f"*{name}_proj": {"tp": "cut n from b0"} for name in ("q", "gate", "up")},
+        **{f"*{name}_proj": {"tp": "cut n from b0"} for name in ("q", "k", "v", "gate", "up")},
         **{f"*{name}_proj": {"tp": "cut k to b0"} for name in ("o", "down")},
     },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from passes.emit.emitted_program import InputSpec, OutputSpec, Program, StateSpec
 from passes.emit.render import Expression
+from passes.emit.shared_gathers import with_shared_gathers
 from passes.emit.source import render
 from passes.ir.types import local_shape
 from passes.shard import Local, ShardedGraph
@@ -13,6 +14,7 @@ __all__ = ["InputSpec", "OutputSpec", "Program", "StateSpec", "emit"]
 
 def emit(sharded: ShardedGraph, *, expression: Expression | None = None) -> Program:
     """Write the program of a sharded graph; ``expression`` writes one operator (default: the library's)."""
+    sharded = with_shared_gathers(sharded)
     graph = sharded.graph
     source, chains = render(sharded, expression or _known_expressions())
     return Program(

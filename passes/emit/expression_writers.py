@@ -10,6 +10,7 @@ from passes.emit.quoting import literal
 from passes.ir.conversions import ALL_GATHER
 from passes.ir.types import P, shard_dim
 from passes.rules.expert_rules import BEHIND, EXPERT, EXPERTS, GATED, INNER
+from passes.rules.operator_call import GATHERED_LINEARS
 from passes.rules.rule import AxisChoice
 
 
@@ -73,6 +74,14 @@ def _exchanging_rows(writer: Writer, axis: str, choice: AxisChoice) -> str:
         return f"ops.gathered_linear({x}, {weight}{added}, axis={literal(axis)})"
     product = f"ops.scattered_linear({x}, {weight}, axis={literal(axis)})"
     return f"{product} + {bias}" if bias is not None else product
+
+
+def gathered_linears(writer: Writer) -> str:
+    """``ops.gathered_linears``: linear layers whose input's rows are gathered once."""
+    (axis,) = (name for name, choice, _ in writer.axes if choice.rows is not None)
+    x, weights, biases = (writer.arguments[name] for name in ("input", "weights", "biases"))
+    added = f"biases={render(biases)}, " if any(bias is not None for bias in biases) else ""
+    return f"ops.gathered_linears({x}, {render(weights)}, {added}axis={literal(axis)})"
 
 
 def _sum_of_products(first: str, second: str, function: str) -> Callable[[Writer], str]:
@@ -362,6 +371,7 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
     "aten.mT.default": matrix_transpose,
     "aten.adjoint.default": matrix_transpose,
     "aten.linear.default": linear,
+    GATHERED_LINEARS: gathered_linears,
     "aten.addmm.default": _sum_of_products("mat1", "mat2", "torch.addmm"),
     "aten.baddbmm.default": _sum_of_products("batch1", "batch2", "torch.baddbmm"),
     "aten.mean.default": mean,

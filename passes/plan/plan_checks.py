@@ -25,6 +25,7 @@ def check_structure(plan: PlanData) -> None:
         widths = {len(roots) for roots in block.roots}
         if len(widths) != 1 or 0 in widths:
             raise ValueError(f"blocks[{index}].roots: expected as many module paths for each copy, one or more")
+    _check_shared_gathers(plan)
     fusion = plan.fusion
     if fusion is not None:
         if (len(fusion.operators), len(fusion.saved_bytes)) != (2, 2):
@@ -32,6 +33,18 @@ def check_structure(plan: PlanData) -> None:
         if not 0.0 <= fusion.tolerance <= MAX_TOLERANCE:
             raise ValueError(f"fusion.tolerance: expected 0 to {MAX_TOLERANCE:g}, got {fusion.tolerance:g}")
     _check_stages(plan.step)
+
+
+def _check_shared_gathers(plan: PlanData) -> None:
+    """Each group has two operators of the plan or more, with one strategy, and no operator is in two groups."""
+    keys = [key for group in plan.shared_gathers for key in group]
+    unknown = [key for key in keys if key not in plan.nodes]
+    if unknown or len(set(keys)) < len(keys):
+        wrong = unknown[0] if unknown else next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"shared_gathers: expected operators of the plan, each once, got {wrong!r}")
+    for group in plan.shared_gathers:
+        if len(group) < 2 or len({plan.nodes[key].strategy for key in group}) > 1:
+            raise ValueError(f"shared_gathers: expected two operators or more with one strategy, got {list(group)}")
 
 
 def _check_shape(where: str, tensor: TensorPlan) -> None:

@@ -155,7 +155,8 @@ class PlanData:
     """The fields of a plan; see the module docstring for the naming of its parts.
 
     All parts but ``step`` and ``collectives`` are of one micro-batch. ``config_name``: name in the config library of
-    the model that was planned ("": a model from elsewhere).
+    the model that was planned ("": a model from elsewhere). ``shared_gathers``: groups of linear layers of one input
+    that gather its rows once, the one that runs for all first.
     """
 
     model: str
@@ -177,4 +178,5 @@ class PlanData:
     notes: tuple[str, ...] = ()
     fusion: FusionPlan | None = None
     config_name: str = ""
+    shared_gathers: tuple[tuple[str, ...], ...] = ()
     version: int = PLAN_VERSION

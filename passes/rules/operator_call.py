@@ -15,6 +15,9 @@ from passes.ir.graph import Node, Ref, Value
 from passes.ir.torch_facts import asked
 from passes.rules.rule import Dims, Factor, ShardingRule
 
+#: Linear layers of one input that gather its rows once: in programs, where the plan says so, and in no graph.
+GATHERED_LINEARS = "meshwright.gathered_linears"
+
 #: Name of each argument and its default; ``REQUIRED`` marks those without one.
 Signature = tuple[tuple[str, Any], ...]
 REQUIRED = object()
@@ -29,6 +32,7 @@ SIGNATURES: dict[str, Signature] = {
         ("dtype", None),
     ),
     "meshwright.expert_linear": (("input", REQUIRED), ("expert_ids", REQUIRED), ("weight", REQUIRED)),
+    GATHERED_LINEARS: (("input", REQUIRED), ("weights", REQUIRED), ("biases", None)),
 }
 _OWN_TENSORS = {
     "meshwright.cross_entropy": ("logits", "target"),

@@ -196,6 +196,16 @@ def own_collectives(
                 yield item, "_".join(group), num_bytes // pieces
 
 
+def gathers_rows(choices: Sequence[AxisChoice]) -> bool:
+    """Whether a product gathers the rows of its input itself: others of that input may share what it gathers."""
+    return any(choice.rows is not None and choice.reductions[0].collective == ALL_GATHER for choice in choices)
+
+
+def exchange_of(label: str) -> str | None:
+    """What a product of this strategy does with its rows itself: ``"gather"``, ``"scatter"``, or neither."""
+    return next((what for word, what in ((" from ", "gather"), (" to ", "scatter")) if word in label), None)
+
+
 def pieces_of_rows(rows: int) -> int:
     """In how many equal pieces a product exchanges a shard of ``rows`` rows: in 4 if they divide into as many.
 

@@ -34,7 +34,9 @@ def shard(
         return DeferredTree(tree, places, plan.mesh, value) if places else tree
 
     context = Context(graph, plan, rule_for or _known_rules(), wrap=wrap)
-    main = _Main(context).section()
+    folded = {name for run, _ in context.runs for copy in run.copies for name in copy}
+    own = [node for node in graph.nodes if not node.constant and node.name not in folded]
+    main = _Main(context, own).section()
     return ShardedGraph(
         graph=graph,
         plan=plan,
@@ -92,13 +94,11 @@ class _Main(Body):
         context = self.context
         arguments = tuple(context.local(value, self.tree(value.name).root) for value in context.graph.inputs)
         first = {run.copies[0][0]: index for index, (run, _) in enumerate(context.runs)}
-        folded = {name for run, _ in context.runs for copy in run.copies for name in copy}
+        own = {node.name for node in self.makers.values()}
         for node in context.graph.nodes:
-            if node.constant:
-                continue
             if node.name in first:
                 self._repeat(first[node.name])
-            elif node.name not in folded:
+            elif node.name in own:
                 self.compute(node)
         results = []
         for path, name in context.graph.outputs.items():

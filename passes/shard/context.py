@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from passes.ir.conversions import cuts, divides
+from passes.ir.derived_values import state_derived
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, local_shape, shard_dim
 from passes.plan import ConversionPlan, Plan
 from passes.repeats.repeated_blocks import BlockRun, folded_runs
-from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices
+from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices, gathers_rows
 from passes.rules.uneven import can_run, cuts_of
 from passes.shard.sharded_graph import Local, StateRef
 
@@ -86,6 +87,7 @@ class Context:
         self.plan_keys = self._plan_keys()
         self.choices = {node.name: self._choices(node) for node in graph.nodes if not node.constant}
         self.trees = dict(self._trees())
+        self.gathers = dict(self._gathers())
 
     def _runs(self) -> tuple[tuple[BlockRun, tuple[Placement, ...]], ...]:
         """The repeated blocks that the plan folds, with the placements of what they carry."""
@@ -173,6 +175,35 @@ class Context:
             hint = "; register its rule again (planner.register_rule), in every process" if rule is None else ""
             raise PlanMismatch(f"{node.op} ({node.key!r}) cannot be sharded as the plan says: {missing[0]!r}{hint}")
         return rule, tuple(offered[label] for label in planned.strategy)
+
+    def _gathers(self) -> Iterator[tuple[str, tuple[Node, ...]]]:
+        """Node name → the linear layers that gather the rows of its input once, in the same copy of a block."""
+        groups = {key: group for group in self.plan.shared_gathers for key in group}
+        copy_of = {
+            name: (index, number)
+            for index, (run, _) in enumerate(self.runs)
+            for number, copy in enumerate(run.copies)
+            for name in copy
+        }
+        members: dict[tuple[object, ...], list[Node]] = {}
+        for node in self.graph.nodes:
+            group = groups.get(self.plan_keys[node.name])
+            if group is not None:
+                members.setdefault((group, copy_of.get(node.name)), []).append(node)
+        for nodes in members.values():
+            if len(nodes) > 1:
+                self._check_gather(nodes)
+                yield from ((node.name, tuple(nodes)) for node in nodes)
+
+    def _check_gather(self, nodes: list[Node]) -> None:
+        first, states = nodes[0], state_derived(self.graph)
+        for node in nodes:
+            choices = self.choices[node.name][1]
+            is_alike = node.inputs[0] == first.inputs[0] and states.issuperset(node.inputs[1:])
+            if not is_alike or not gathers_rows(choices):
+                raise PlanMismatch(
+                    f"{node.key!r} cannot share a gather with {first.key!r} as the plan says: plan again"
+                )
 
     def _trees(self) -> Iterator[tuple[str, Tree]]:
         for path, value in zip(self.graph.input_paths, self.graph.inputs):

@@ -17,7 +17,7 @@ class BlockBody(Body):
     """The section of one block, written for its first copy."""
 
     def __init__(self, context: Context, index: int, run: BlockRun, carry: tuple[Placement, ...]) -> None:
-        super().__init__(context)
+        super().__init__(context, (context.nodes[name] for name in run.copies[0]))
         self.run = run
         self.carry = {names[0]: slot for slot, names in enumerate(run.carried)}
         self.carry_placements = carry

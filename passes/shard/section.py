@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from passes.ir.conversions import step_between
 from passes.ir.graph import ITEM_SIZE, Node
 from passes.ir.types import Placement
@@ -11,10 +13,12 @@ from passes.shard.sharded_graph import Compute, Convert, Local, Repeat
 
 
 class Body:
-    """Builds one section; remembers the placements in which each value is already available."""
+    """Builds one section of ``nodes``; remembers the placements in which each value is already available."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, nodes: Iterable[Node]) -> None:
         self.context = context
+        self.makers = {value.name: node for node in nodes for value in node.outputs}
+        self.computed: set[str] = set()
         self.body: list[Compute | Convert | Repeat] = []
         self.there: dict[str, dict[Placement, Local]] = {}
 
@@ -55,6 +59,26 @@ class Body:
         return target
 
     def compute(self, node: Node) -> None:
+        """Compute ``node``, unless that is done; and with it the layers that gather rows with it."""
+        if node.name in self.computed:
+            return
+        together = self.context.gathers.get(node.name, (node,))
+        for other in together[1:]:
+            for name in other.inputs[1:]:
+                self._compute_ahead(name)
+        for member in together:
+            self._compute_alone(member, tuple(each.name for each in together) if len(together) > 1 else ())
+
+    def _compute_ahead(self, name: str) -> None:
+        """Compute a value that this section makes of states alone, if it is not there yet."""
+        maker = self.makers.get(name)
+        if maker is not None and maker.name not in self.computed:
+            for source in maker.inputs:
+                self._compute_ahead(source)
+            self.compute(maker)
+
+    def _compute_alone(self, node: Node, gathers_with: tuple[str, ...]) -> None:
+        self.computed.add(node.name)
         self.context.check_runs(node)
         rule, choices = self.context.choices[node.name]
         inputs = tuple(self.get(name, input_placement(choices, index)) for index, name in enumerate(node.inputs))
@@ -63,4 +87,4 @@ class Body:
             local = self.context.local(value, self.context.normal(output_placement(choices, index), value))
             self.there[value.name] = {local.placement: local}
             outputs.append(local)
-        self.body.append(Compute(node, inputs, tuple(outputs), choices, rule))
+        self.body.append(Compute(node, inputs, tuple(outputs), choices, rule, gathers_with=gathers_with))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
@@ -33,13 +33,15 @@ class Local:
 
 @dataclass(frozen=True)
 class Compute:
-    """One operator on local tensors."""
+    """One operator on local tensors; ``gathers_with``: names of the linear layers of its input that gather its rows
+    once, itself among them."""
 
     node: Node
     inputs: tuple[Local, ...]
     outputs: tuple[Local, ...]
     choices: tuple[AxisChoice, ...]
     rule: ShardingRule | None
+    gathers_with: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from passes.ir.types import I, Placement, R
 from passes.plan import CollectivePlan, ConversionPlan, Costs, NodePlan, Plan
 from passes.repeats.repeated_blocks import BlockRun, folded_runs
 from passes.rules import forward_flops, rule_for
-from passes.rules.rule import AxisChoice, pieces_of_work
+from passes.rules.rule import AxisChoice, gathers_rows, pieces_of_work
 from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.liveness import live_nodes, saved_values
 from planner.sharding_ilp.options import FlopsOf, RuleFor, offered
 from planner.sharding_ilp.plan_of_assignment import Tally, add_to_tally, collectives_of
-from planner.sharding_ilp.sharding_prices import Prices, Pricing, is_view
+from planner.sharding_ilp.sharding_prices import Collective, Prices, Pricing, is_view
+from planner.sharding_ilp.shared_rows import shared_collectives
 
 #: (source, target) of a step.
 Edge = tuple[Placement, Placement]
@@ -130,6 +131,7 @@ class _Walker:
         for run in self.runs:
             for copy in run.copies:
                 self.keys.update((name, self.nodes[first].key) for name, first in zip(copy, run.copies[0]))
+        self.gathering = dict(self._gathering())
         self.steps: dict[str, dict[Placement, ConversionPlan]] = defaultdict(dict)
         for conversion in plan.conversions:
             self.steps[conversion.value][conversion.target] = conversion
@@ -206,18 +208,15 @@ class _Walker:
         if planned is None:
             raise ValueError(f"the plan says nothing of {node.op} ({node.key!r})")
         choices = self._choices(node, planned)
-        inputs = [tuple(choice.inputs[i] for choice in choices) for i in range(len(node.inputs))]
-        outputs = [tuple(choice.outputs[i] for choice in choices) for i in range(len(node.outputs))]
+        inputs, outputs = _placements(node, choices)
         if list(planned.outputs) != outputs:
             raise ValueError(f"{node.op} ({node.key!r}) gives {outputs}, the plan says {planned.outputs}")
         live = node.name in self.live
-        cut = pieces_of_work(self.rules(node, self.values), choices, self.plan.mesh.sizes)
-        flops = self.flops(node, self.values)
-        seconds = self.pricing.compute(node, self.values, inputs, outputs, flops=flops, cut=cut, live=live)
+        seconds = self._compute_seconds(node, choices)
         own_collectives = [0.0, 0.0]
-        for reduction in self.pricing.reductions(self.rules(node, self.values), choices, beside=seconds, live=live):
-            own_collectives[reduction.phase != "forward"] += reduction.seconds
-            add_to_tally(self.tally, (reduction.collective, reduction.axis, reduction.phase), 1, reduction.num_bytes)
+        for issued in self._own_collectives(node, choices, seconds, live=live):
+            own_collectives[issued.phase != "forward"] += issued.seconds
+            add_to_tally(self.tally, (issued.collective, issued.axis, issued.phase), 1, issued.num_bytes)
         self.charges.append(Charge(node.name, seconds, (own_collectives[0], own_collectives[1])))
         self.inputs[node.name], self.outputs[node.name] = inputs, outputs
         for name, placement in zip(node.inputs, inputs):
@@ -227,6 +226,44 @@ class _Walker:
             for value, placement in zip(node.outputs, outputs):
                 if value.name in self.saved:
                     self.memory["activations"] += self.pricing.local_bytes(value, placement)
+
+    def _compute_seconds(self, node: Node, choices: tuple[AxisChoice, ...]) -> tuple[float, float]:
+        inputs, outputs = _placements(node, choices)
+        cut = pieces_of_work(self.rules(node, self.values), choices, self.plan.mesh.sizes)
+        flops, live = self.flops(node, self.values), node.name in self.live
+        return self.pricing.compute(node, self.values, inputs, outputs, flops=flops, cut=cut, live=live)
+
+    def _own_collectives(
+        self, node: Node, choices: tuple[AxisChoice, ...], seconds: tuple[float, float], *, live: bool
+    ) -> tuple[Collective, ...]:
+        """What an operator issues itself; of linear layers that gather the rows of their input once, the first does."""
+        together = self.gathering.get(node.name)
+        if together is None:
+            return self.pricing.reductions(self.rules(node, self.values), choices, beside=seconds, live=live)
+        if node is not together[0]:
+            return ()
+        choices_of = [self._choices(each, self.plan.nodes[self.keys[each.name]]) for each in together]
+        for each, others in zip(together, choices_of):
+            if each.inputs[0] != node.inputs[0] or not gathers_rows(others):
+                raise ValueError(f"{each.key!r} cannot share a gather with {node.key!r}, as the plan says")
+        sent = [
+            self.pricing.sent(self.rules(each, self.values), own, live=each.name in self.live)
+            for each, own in zip(together, choices_of)
+        ]
+        compute = [self._compute_seconds(each, own) for each, own in zip(together, choices_of)]
+        return shared_collectives(sent, compute, slowdown=self.pricing.overlap_slowdown)
+
+    def _gathering(self) -> Iterator[tuple[str, tuple[Node, ...]]]:
+        """Node name → the linear layers that share its gather in its copy of a block."""
+        by_key: dict[tuple[str, Copy | None], Node] = {
+            (self.keys[node.name], self.copy_of.get(node.name)): node for node in self.graph.nodes
+        }
+        for group in self.plan.shared_gathers:
+            for copy in {copy for key, copy in by_key if key == group[0]}:
+                together = tuple(by_key[key, copy] for key in group if (key, copy) in by_key)
+                if len(together) < len(group):
+                    raise ValueError(f"operators that share a gather are not in one block: {', '.join(group)}")
+                yield from ((node.name, together) for node in together)
 
     def _tree_seen_by(self, node: Node, name: str) -> _ConversionTree:
         """The tree of an input: in a block, what comes from the copy before is already in its carried placement."""
@@ -325,3 +362,10 @@ class _Walker:
             add_to_tally(self.tally, (backward, axis, "backward"), 1, num_bytes)
         self.memory["converted"] += self.pricing.step_memory(step, value, saved=value.name in self.saved)
         return ConversionPlan(key, axis, source, target, 1, forward, backward if live else None, num_bytes)
+
+
+def _placements(node: Node, choices: tuple[AxisChoice, ...]) -> tuple[list[Placement], list[Placement]]:
+    """What an operator takes and gives."""
+    inputs = [tuple(choice.inputs[place] for choice in choices) for place in range(len(node.inputs))]
+    outputs = [tuple(choice.outputs[place] for choice in choices) for place in range(len(node.outputs))]
+    return inputs, outputs

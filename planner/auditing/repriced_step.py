@@ -25,6 +25,7 @@ from cost_models.simulator import StepReport, simulate
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 from cost_models.step_time import StepSeconds, chunks_of_ranks, layer_sum, peak_in_flight, step_memory, step_seconds
 from cost_models.unequal_devices import device_kinds, kinds_of_stages, view
+from passes.ir.derived_values import state_derived
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -45,7 +46,6 @@ from planner.whole_step.costs.step_prices import (
     BatchPrices,
     Fusion,
     StepPricing,
-    state_derived,
 )
 
 

@@ -86,6 +86,7 @@ MEGATRON = Framework(
         SettingRow("--pipeline-model-parallel-layout", _layout, "cuts and chunks"),
         SettingRow("--use-tp-pp-dp-mapping", lambda facts: _is_data_outside(facts) or None, "order of the axes"),
         SettingRow("--sequence-parallel", lambda facts: facts.sequence_parallel or None, "tokens cut on tp"),
+        SettingRow("--tp-comm-overlap", lambda facts: facts.overlaps_tensor or None, "layers exchange their rows"),
         SettingRow("--num-layers", lambda facts: facts.num_layers or None, "layers"),
         SettingRow("--seq-length", lambda facts: facts.seq_len, "tokens of a sample"),
         SettingRow("--max-position-embeddings", lambda facts: facts.seq_len, "tokens of a sample"),

@@ -12,6 +12,7 @@ from passes.ir.types import shard_dim
 from passes.plan import ConversionPlan, NodePlan, Plan
 from passes.plan.step_plan import ChunkPlan, GroupPlan
 from passes.plan.step_summary import tokens_per_sample
+from passes.rules.rule import exchange_of
 
 #: What a layer with a matrix does on the tensor axis. ``tokens``: the matrix is whole, the tokens are cut; ``hidden``:
 #: an embedding whose hidden dim is cut; ``other``: an operator that has no name among these.
@@ -197,6 +198,12 @@ class PlanFacts:
         return any(shard_dim(where[place]) is not None for block in self.plan.blocks for where in block.carried)
 
     @cached_property
+    def overlaps_tensor(self) -> bool:
+        """Whether layers exchange the rows that the tensor axis cuts beside their products."""
+        place = self._place("tp")
+        return place is not None and any(exchange_of(node.strategy[place]) for node in self.plan.nodes.values())
+
+    @cached_property
     def tensor_layers(self) -> tuple[TensorLayer, ...]:
         """Modules with a matrix and what they do on the tensor axis; of repeated blocks, the first copy's."""
         place = self._place("tp")
@@ -251,6 +258,6 @@ def _role(node: NodePlan, cut: int | None, place: int) -> TensorRole:
         return "whole" if cut is None else ("vocabulary" if cut == 0 else "hidden")
     if cut is None:
         return "whole" if shard_dim(output) is None else "tokens"
-    if str(output) == "P":
+    if str(output) == "P" or exchange_of(node.strategy[place]) == "scatter":
         return "row"
     return "column" if shard_dim(output) is not None or "cross_entropy" in node.op else "other"

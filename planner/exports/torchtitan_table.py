@@ -95,6 +95,11 @@ TORCHTITAN = Framework(
             lambda facts: True if facts.size("tp") > 1 and not facts.sequence_parallel else None,
             "tokens whole on tp",
         ),
+        SettingRow(
+            "--parallelism.enable_async_tensor_parallel",
+            lambda facts: facts.overlaps_tensor or None,
+            "layers exchange their rows",
+        ),
         SettingRow("--parallelism.context_parallel_degree", lambda facts: facts.size("cp"), "cp"),
         SettingRow(
             "--parallelism.context_parallel_load_balancer",

@@ -10,6 +10,7 @@ from typing import Any
 from cost_models import Cluster
 from cost_models.short_text import ShortRepr
 from cost_models.unequal_devices import refuse_unequal
+from passes.ir.derived_values import state_derived
 from passes.ir.graph import Graph, Node
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds, format_table, table_in_width
@@ -25,7 +26,7 @@ from planner.sharding_ilp.constraints import match
 from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_problem import Element
 from planner.whole_step.costs.expert_regions import expert_regions
-from planner.whole_step.costs.step_prices import DATA, EXPERT, state_derived, weight_share
+from planner.whole_step.costs.step_prices import DATA, EXPERT, weight_share
 
 #: Share by which bytes may exceed their limit, for rounding.
 ROUNDING = 1e-9

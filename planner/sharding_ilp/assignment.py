@@ -12,6 +12,7 @@ from planner.sharding_ilp.lattice import Arc, Lattice, Lattices
 from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_problem import Problem, ValueStream
 from planner.sharding_ilp.sharding_program import ShardingIlp, is_free, stream_lattice
+from planner.sharding_ilp.shared_rows import share_rows
 
 PHASES = ("forward", "backward")
 
@@ -81,9 +82,11 @@ def complete(
 ) -> Assignment | None:
     """Add the cheapest conversions to a choice of options (of ``allowed`` steps only, where it names a stream).
 
+    Siblings share what they gather alike.
+
     None if some conversion is not possible.
     """
-    chosen = dict(options)
+    chosen = share_rows(problem, options)
     for stream in problem.streams.values():
         element = problem.elements[stream.source]
         if element.follows and stream.uses and is_free(problem, stream) and len(element.options) > 1:

@@ -27,9 +27,16 @@ def exposed(
     items = tuple(collectives)
     if all(choice.rows is None for choice in choices):
         return items
+    return waited_for(items, beside=beside, slowdown=slowdown)
+
+
+def waited_for(
+    collectives: Sequence[Collective], *, beside: tuple[float, float], slowdown: float
+) -> tuple[Collective, ...]:
+    """The same of an operator, or of several at once, that sends some of them in pieces."""
     result: list[Collective] = []
     for forward in (True, False):
-        of_phase = [item for item in items if (item.phase == "forward") == forward]
+        of_phase = [item for item in collectives if (item.phase == "forward") == forward]
         num_pieces = max(1, sum(item.in_pieces for item in of_phase))
         total, arithmetic = sum(item.seconds for item in of_phase), beside[not forward]
         waited = max(total - arithmetic * (num_pieces - 1) / num_pieces, total / num_pieces)

@@ -18,6 +18,7 @@ from passes.rules.rule import (
     axis_choices,
     cuts_in_order,
     exchanges_equal_rows,
+    gathers_rows,
     pieces_of_work,
 )
 from passes.rules.uneven import Cut, can_run, cuts_of
@@ -34,6 +35,8 @@ class Option:
     """One way to do one element of the problem (an operator, or the placement of an input or parameter).
 
     ``compute`` and ``communication`` are seconds of one copy, forward and backward; ``memory`` bytes of one copy.
+    ``sent``: of an operator that gathers its input's rows itself, the collectives with all their seconds, hidden ones
+    too; ``shared``: the elements that share these, the one that pays for them first.
     """
 
     labels: tuple[str, ...]
@@ -43,6 +46,8 @@ class Option:
     collectives: tuple[Collective, ...] = ()
     memory: int = 0
     cut_axes: tuple[bool, ...] = ()
+    sent: tuple[Collective, ...] = ()
+    shared: tuple[str, ...] = ()
 
     @property
     def communication(self) -> tuple[float, float]:
@@ -179,6 +184,7 @@ def operator_options(
             outputs=outputs,
             compute=compute,
             collectives=pricing.reductions(rule, choice.joint, beside=compute, live=live),
+            sent=pricing.sent(rule, choice.joint, live=live) if gathers_rows(choice.joint) else (),
             memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, saved) if keep),
             cut_axes=choice.cut_axes,
         )

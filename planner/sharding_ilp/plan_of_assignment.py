@@ -61,6 +61,7 @@ def make_plan(
         outputs=_outputs(problem, assignment),
         nodes=_nodes(problem, assignment),
         conversions=tuple(_conversions(problem, assignment, pricing)),
+        shared_gathers=tuple(_shared_gathers(problem, assignment)),
         blocks=tuple(_block(problem, assignment, index, run) for index, run in enumerate(problem.runs)),
         collectives=collectives_of(_tally(problem, assignment, pricing)),
         costs=costs,
@@ -131,6 +132,13 @@ def _nodes(problem: Problem, assignment: Assignment) -> dict[str, NodePlan]:
         assert element.node is not None
         plans[element.key] = NodePlan(element.node.op, option.labels, option.outputs, element.has_rule)
     return plans
+
+
+def _shared_gathers(problem: Problem, assignment: Assignment) -> Iterable[tuple[str, ...]]:
+    for name, _ in _operators(problem):
+        members = assignment.options[name].shared
+        if members[:1] == (name,):
+            yield tuple(problem.elements[member].key for member in members)
 
 
 def _conversions(problem: Problem, assignment: Assignment, pricing: Pricing) -> Iterable[ConversionPlan]:

@@ -160,9 +160,10 @@ def _stored(axis: int, *, shards: bool) -> Filter:
 
 
 def _plays(problem: Problem, node: Node, role: Role | None, axis: int, baseline: Baseline) -> Filter | None:
-    """A column layer shards the last dim of its output, a row layer gives partial sums, from a sharded weight."""
-    last = shard(len(node.output.shape) - 1)
-    types_of_role = {"column": (last,), "row": (P,), "embedding": (I,) if baseline.vocabulary else (I, R)}
+    """A column layer shards the last dim of its output, a row layer gives partial sums (or, if it scatters them itself,
+    a part of their rows), from a sharded weight."""
+    last, rows = shard(len(node.output.shape) - 1), shard(len(node.output.shape) - 2)
+    types_of_role = {"column": (last,), "row": (P, rows), "embedding": (I,) if baseline.vocabulary else (I, R)}
     if role is None:
         return None
     if role == "embedding":

@@ -159,6 +159,10 @@ class Pricing:
 
         ``beside``: seconds that it computes, forward and backward, beside which pieces of them may run.
         """
+        return exposed(self.sent(rule, choices, live=live), choices, beside=beside, slowdown=self.overlap_slowdown)
+
+    def sent(self, rule: ShardingRule | None, choices: Sequence[AxisChoice], *, live: bool) -> tuple[Collective, ...]:
+        """The same with all their seconds, also those that nothing waits for."""
         if rule is None or not any(choice.reductions for choice in choices):
             return ()
         collectives = []
@@ -168,4 +172,4 @@ class Pricing:
             seconds = self.collective(item.collective, num_bytes, axis)
             in_pieces = item.in_pieces_of is not None
             collectives.append(Collective(item.collective, axis, item.phase, num_bytes, seconds, in_pieces))
-        return exposed(collectives, choices, beside=beside, slowdown=self.overlap_slowdown)
+        return tuple(collectives)

@@ -76,6 +76,8 @@ class Problem:
     ``settled``: axes (by index) on which nothing is left to choose: a value that everybody takes alike stays so.
     ``sampled``: axes outside of those that are searched on which the same holds of a value that is cut alike at all its
     ends, which no gathering there makes cheaper to convert on an inner axis, or whole at all of them.
+    ``siblings``: elements that share one exchange of their input's rows where they exchange these alike
+    (``planner.sharding_ilp.shared_rows``); ``overlap_slowdown``: by how much a hidden second slows down computing.
     Element names: the node's name for operators, the value's name for sources, the key for carries and outputs.
     """
 
@@ -89,6 +91,8 @@ class Problem:
     last_to_first: dict[str, str] = field(default_factory=dict)
     settled: frozenset[int] = frozenset()
     sampled: frozenset[int] = frozenset()
+    siblings: tuple[tuple[str, ...], ...] = ()
+    overlap_slowdown: float = 0.0
 
     def first_name(self, name: str) -> str:
         """The stream of a value as it is seen from outside of blocks (of a last copy's value: the first copy's)."""

@@ -26,6 +26,8 @@ Program::
     Σ_o n(o) Σ_s bytes(o,s) x[o,s] + Σ_v Σ_g n(g) Σ_a bytes(v,a) w[v,g,a] ≤ limit                      (remember)
     with g over the forward groups
 
+Linear layers of one input that gather its rows themselves pay for that together (``planner.sharding_ilp.shared_rows``).
+
 Bytes: parameters, gradients and AdamW state where they are stored, values that the backward pass needs, and the
 copies of such values that conversions make. With x fixed, a stream with one use is a shortest path and its flow is
 integral by itself; w is integer because trees with three or more ends are not always.
@@ -39,6 +41,7 @@ from dataclasses import dataclass, field
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from planner.sharding_ilp.lattice import Lattice, Lattices, types_used
 from planner.sharding_ilp.sharding_problem import Problem, Use, ValueStream
+from planner.sharding_ilp.shared_rows import add_shared_rows
 from planner.solvers.linear import LinearProgram
 
 
@@ -65,6 +68,7 @@ def build_ilp(
     ilp = ShardingIlp(problem)
     for name in problem.elements:
         add_choice(ilp, name)
+    add_shared_rows(problem, ilp.program, ilp.x)
     for name, stream in problem.streams.items():
         if stream.uses and not is_free(problem, stream):
             add_stream(ilp, name, stream, lattices)

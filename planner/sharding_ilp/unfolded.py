@@ -31,6 +31,7 @@ from planner.sharding_ilp.sharding_program import (
     is_free,
     stream_parts,
 )
+from planner.sharding_ilp.shared_rows import add_shared_rows
 from planner.solvers.linear import LinearProgram
 
 #: Columns of a variable of each option, in the order of the options.
@@ -42,6 +43,7 @@ def unfolded_relaxation(problem: Problem, lattices: Lattices, *, memory_limit: f
     builder = _BoundBuilder(problem, lattices)
     for name in problem.elements:
         add_choice(builder.ilp, name)
+    add_shared_rows(problem, builder.ilp.program, builder.ilp.x)
     builder.split_copies()
     for name, stream in problem.streams.items():
         if stream.uses and not is_free(problem, stream):

@@ -31,7 +31,7 @@ from runtime.ops.random import (
     seed,
     set_random_state,
 )
-from runtime.ops.row_shards import gathered_linear, scattered_linear
+from runtime.ops.row_shards import gathered_linear, gathered_linears, scattered_linear
 from runtime.ops.sharded_expert_linear import expert_linear
 from runtime.ops.sharded_experts import experts
 from runtime.ops.sharded_linear_cross_entropy import linear_cross_entropy
@@ -48,6 +48,7 @@ __all__ = [
     "expert_linear",
     "experts",
     "gathered_linear",
+    "gathered_linears",
     "get_random_state",
     "grouped_query_attention",
     "in_microbatch",

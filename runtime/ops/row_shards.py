@@ -1,13 +1,14 @@
 """Matrix products whose rows a mesh axis cuts before or after them: exchanged in pieces, while others are multiplied.
 
-``gathered_linear`` multiplies the rows of all ranks with this rank's features, ``scattered_linear`` sums products of
-all ranks' parts of the contracted dim and keeps this rank's rows. While one piece is on its way another is multiplied
-(Wang et al., "Overlap communication with dependent computation via decomposition in large deep learning models", 2023).
+``gathered_linear`` multiplies the rows of all ranks with this rank's features (``gathered_linears`` with those of
+several layers), ``scattered_linear`` sums products of all ranks' parts of the contracted dim and keeps this rank's
+rows. While one piece is on its way another is multiplied (Wang et al., "Overlap communication with dependent
+computation via decomposition in large deep learning models", 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import spmd_types as spmd
@@ -23,6 +24,8 @@ from runtime.torch_compat.process_groups import all_gather_along, reduce_scatter
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 
 _ROWS = -2
+#: Place of the first weight among the arguments of ``_GatheredLinears``.
+_FIRST = 3
 
 
 def gathered_linear(
@@ -37,9 +40,27 @@ def gathered_linear(
     Returns:
         [..., rows, out / ranks]: S(-1). Backward the rows are gathered once more, for the weight's gradient.
     """
-    (group,) = groups_of((axis,))
-    result: torch.Tensor = _GatheredLinear.apply(x, weight, bias, group)
+    (result,) = gathered_linears(x, [weight], biases=[bias], axis=axis)
     return result
+
+
+def gathered_linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *,
+    biases: Sequence[torch.Tensor | None] | None = None,
+    axis: str,
+) -> tuple[torch.Tensor, ...]:
+    """``gathered_linear`` of each weight (and bias): the rows are gathered once for all of them.
+
+    Backward they are gathered once more, for the gradients of all weights, and the sum of the gradients that all layers
+    have for ``x`` is scattered once.
+    """
+    (group,) = groups_of((axis,))
+    results: tuple[torch.Tensor, ...] = _GatheredLinears.apply(
+        x, group, len(weights), *weights, *(biases or [None] * len(weights))
+    )
+    return results
 
 
 def scattered_linear(x: torch.Tensor, weight: torch.Tensor, *, axis: str) -> torch.Tensor:
@@ -57,38 +78,56 @@ def scattered_linear(x: torch.Tensor, weight: torch.Tensor, *, axis: str) -> tor
     return result
 
 
-class _GatheredLinear(torch.autograd.Function):
+class _GatheredLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return _in_order((F.linear(rows, weight, bias) for rows in _gathered(x, group)), _all_rows(x, group))
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, count: int, *parameters: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.count = group, count
+        ctx.set_materialize_grads(False)
+        products = [_RowsInOrder(_all_rows(x, group)) for _ in weights]
+        for rows in _gathered(x, group):
+            for product, weight, bias in zip(products, weights, biases):
+                product.add(F.linear(rows, weight, bias))  # type: ignore[arg-type]
+        return tuple(product.whole() for product in products)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         _check_first_derivative()
-        x, weight = ctx.saved_tensors
-        by_x = by_weight = by_bias = None
+        x, *weights = ctx.saved_tensors
+        by_weight: list[torch.Tensor | None] = [None] * ctx.count
+        needs = ctx.needs_input_grad
+        asked = [grad is not None and needed for grad, needed in zip(grads, needs[_FIRST:])]
+        there = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
         # sent before the gradient's pieces, needed after them
-        sent = all_gather_along(x.contiguous().unsqueeze(0), 0, ctx.group) if ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[0]:
-            by_x = _scattered(grad, weight.t(), ctx.group)
+        sent = all_gather_along(x.contiguous().unsqueeze(0), 0, ctx.group) if any(asked) else None
+        by_x = _scattered(there, ctx.group, transposed=True) if needs[0] and there else None
         if sent is not None:
-            by_weight = _by_weight(_of_ranks(grad, ctx.group), funcol.wait_tensor(sent))
-        if ctx.needs_input_grad[2]:
-            by_bias = grad.flatten(0, _ROWS).sum(0)
-        return by_x, by_weight, by_bias, None
+            rows = funcol.wait_tensor(sent)
+            by_weight = [
+                _by_weight(_of_ranks(grad, ctx.group), rows) if grad is not None and is_asked else None
+                for grad, is_asked in zip(grads, asked)
+            ]
+        by_bias = [
+            grad.flatten(0, _ROWS).sum(0) if grad is not None and needed else None
+            for grad, needed in zip(grads, needs[_FIRST + ctx.count :])
+        ]
+        return by_x, None, None, *by_weight, *by_bias
 
     @staticmethod
     def spmd_typecheck(
-        *, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
+        *, x: torch.Tensor, group: dist.ProcessGroup, count: int, parameters: tuple[torch.Tensor | None, ...]
     ) -> Any:
         rows: Any = spmd.rules.all_gather(x, group, src=S(x.dim() + _ROWS), dst=R)
-        if bias is None:
-            return product_type("...h,vh->...v", rows, weight)
-        return product_type("...h,vh,v->...v", rows, weight, bias)
+        layers: Any = zip(parameters[:count], parameters[count:])
+        return tuple(
+            product_type("...h,vh->...v", rows, weight)
+            if bias is None
+            else product_type("...h,vh,v->...v", rows, weight, bias)
+            for weight, bias in layers
+        )
 
 
 class _ScatteredLinear(torch.autograd.Function):
@@ -96,7 +135,7 @@ class _ScatteredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        return _scattered(x, weight, group)
+        return _scattered([(x, weight)], group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -106,7 +145,10 @@ class _ScatteredLinear(torch.autograd.Function):
         pieces: list[torch.Tensor] = []
         gathered = _listed(_gathered(grad, ctx.group), pieces)
         if ctx.needs_input_grad[0]:
-            by_x = _in_order((F.linear(rows, weight.t()) for rows in gathered), x.shape[_ROWS])
+            products = _RowsInOrder(x.shape[_ROWS])
+            for rows in gathered:
+                products.add(F.linear(rows, weight.t()))
+            by_x = products.whole()
         if ctx.needs_input_grad[1]:
             by_weight = _by_weight(torch.cat([*pieces, *gathered], dim=_ROWS), _of_ranks(x, ctx.group))
         return by_x, by_weight, None
@@ -125,12 +167,24 @@ def _gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.T
         yield funcol.wait_tensor(piece)
 
 
-def _scattered(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's rows of the sum over all ranks of ``F.linear(x, weight)``; each piece is sent once it is there."""
-    rows = _of_ranks(x, group)
-    pieces = rows.chunk(pieces_of_rows(rows.shape[_ROWS]), dim=_ROWS)
-    sent = [reduce_scatter_along(F.linear(piece, weight), "sum", 0, group) for piece in pieces]
+def _scattered(
+    operands: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup, *, transposed: bool = False
+) -> torch.Tensor:
+    """This rank's rows of the sum over all ranks, and over ``operands`` (x, weight), of ``F.linear(x, weight)``; each
+    piece is sent once it is there."""
+    rows = [_of_ranks(x, group) for x, _ in operands]
+    weights = [weight.t() if transposed else weight for _, weight in operands]
+    pieces = zip(*(each.chunk(pieces_of_rows(each.shape[_ROWS]), dim=_ROWS) for each in rows))
+    sent = [reduce_scatter_along(_sum_of_products(piece, weights), "sum", 0, group) for piece in pieces]
     return torch.cat([funcol.wait_tensor(piece).squeeze(0) for piece in sent], dim=_ROWS)
+
+
+def _sum_of_products(rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``F.linear(rows, weight)``, each added where it lies."""
+    result = F.linear(rows[0], weights[0])
+    for each, weight in zip(rows[1:], weights[1:]):
+        result.flatten(0, _ROWS).addmm_(each.flatten(0, _ROWS), weight.t())
+    return result
 
 
 def _all_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> int:
@@ -142,18 +196,23 @@ def _of_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return x.unflatten(_ROWS, (dist.get_world_size(group), -1)).movedim(_ROWS - 1, 0)
 
 
-def _in_order(pieces: Iterable[torch.Tensor], rows: int) -> torch.Tensor:
-    """Pieces [ranks, ..., rows / ranks / pieces, width] as one tensor [..., rows, width]."""
-    whole: torch.Tensor | None = None
-    first = 0
-    for piece in pieces:
+class _RowsInOrder:
+    """Pieces [ranks, ..., rows / ranks / pieces, width] put together as one tensor [..., rows, width]."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.first = rows, 0
+        self.tensor: torch.Tensor | None = None
+
+    def add(self, piece: torch.Tensor) -> None:
         count = piece.shape[_ROWS]
-        if whole is None:
-            whole = piece.new_empty(*piece.shape[1:_ROWS], len(piece), rows // len(piece), piece.shape[-1])
-        whole.narrow(_ROWS, first, count).copy_(piece.movedim(0, _ROWS - 1))
-        first += count
-    assert whole is not None, "there is at least one piece"
-    return whole.flatten(_ROWS - 1, _ROWS)
+        if self.tensor is None:
+            self.tensor = piece.new_empty(*piece.shape[1:_ROWS], len(piece), self.rows // len(piece), piece.shape[-1])
+        self.tensor.narrow(_ROWS, self.first, count).copy_(piece.movedim(0, _ROWS - 1))
+        self.first += count
+
+    def whole(self) -> torch.Tensor:
+        assert self.tensor is not None, "there is at least one piece"
+        return self.tensor.flatten(_ROWS - 1, _ROWS)
 
 
 def _listed(arriving: Iterable[torch.Tensor], pieces: list[torch.Tensor]) -> Iterator[torch.Tensor]:

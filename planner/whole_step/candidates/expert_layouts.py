@@ -211,13 +211,17 @@ def best_of_rules(
 class BaselineSpace:
     """A captured model with what its baselines have in common, made once.
 
-    ``config``: the transformers config whose plans two of the baselines take, if there is one.
+    ``config``: the transformers config whose plans two of the baselines take, if there is one; ``overlap_tensor``:
+    split layers may exchange their rows themselves.
     """
 
-    def __init__(self, graph: Graph, *, config: Any = None, compiled: bool = False) -> None:
+    def __init__(
+        self, graph: Graph, *, config: Any = None, compiled: bool = False, overlap_tensor: bool = False
+    ) -> None:
         self.graph, self.config = graph, config
         fusion = fuse(graph) if compiled else None
-        self.space = ShardingSpace.of(graph, fusion=fusion)
+        self.space = ShardingSpace.of(graph, fusion=fusion, overlap_tensor=overlap_tensor)
+        self.overlap_tensor = overlap_tensor
         self.step_units = StepUnits.of(self.space, compiled=compiled)
         self._roles: dict[Splitter, TensorRoles | None] = {}
         self._spaces: dict[Splitter | None, tuple[ShardingSpace, StepUnits]] = {None: (self.space, self.step_units)}
@@ -254,7 +258,9 @@ class BaselineSpace:
             space, step_units = self.space, self.step_units
             blocks = alike(space.runs, tensor_roles.named_roles)
             if blocks != space.runs:
-                space = ShardingSpace.of(self.graph, fusion=space.fusion, blocks=blocks)
+                space = ShardingSpace.of(
+                    self.graph, fusion=space.fusion, blocks=blocks, overlap_tensor=self.overlap_tensor
+                )
                 step_units = StepUnits.of(space, compiled=step_units.compiled)
             self._spaces[tensor] = (replace(space, rules=tensor_roles.rules(self.graph)), step_units)
         return self._spaces[tensor]

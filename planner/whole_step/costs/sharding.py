@@ -13,9 +13,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from passes.ir.derived_values import state_derived
 from passes.ir.graph import Graph, Node
 from passes.ir.types import MeshShape
+from passes.repeats.model_units import find_units, unit_of_nodes
 from passes.repeats.repeated_blocks import BlockRun, find_blocks
+from passes.repeats.sibling_linears import sibling_linears
 from passes.rules import forward_flops, rule_for
 from passes.rules.expert_rules import exchange_label, is_experts, num_experts
 from planner.sharding_ilp.assignment import Assignment, complete, read_choices
@@ -40,7 +43,6 @@ from planner.whole_step.costs.step_prices import (
     Fusion,
     StepPrices,
     StepPricing,
-    state_derived,
 )
 
 #: What a problem's options are narrowed to, see ``planner.sharding_ilp.role_restrictions``.
@@ -176,6 +178,9 @@ class ShardingSpace:
         pinned = dict(pins or {})
         runs = foldable_runs(graph, find_blocks(graph) if blocks is None else blocks, tuple(pinned))
         structure = build_structure(graph, runs, Cut(1).mesh)
+        if overlap_tensor:
+            units = unit_of_nodes(find_units(graph, structure.runs))
+            structure.siblings = sibling_linears(graph, units, find_blocks(graph))
         later = {name for run in structure.runs for copy in run.copies[1:] for name in copy}
         repeated = {name for run in structure.runs for name in run.copies[0]}
         followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first, repeated=repeated)
@@ -279,7 +284,10 @@ def _problem(
     searched = CONTEXT if cut.tensor == 1 else TENSOR
     settled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis not in (searched, EXPERT))
     sampled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis == EXPERT)
-    problem = replace(space.structure, mesh=cut.mesh, elements=elements, settled=settled, sampled=sampled)
+    problem = replace(
+        space.structure, mesh=cut.mesh, elements=elements, settled=settled, sampled=sampled,
+        overlap_slowdown=pricing.overlap_slowdown,
+    )  # fmt: skip
     roles = Roles(fixed=fixed, whole_states=STATE_AXES, used_states=(EXPERT,))
     fill_options(problem, pricing, offers=space.offers, bound_frozen=False, roles=roles)
     problem = _without_samples(problem, space.followed.labels, problem.mesh.names.index(searched))
@@ -310,7 +318,8 @@ def _unpriced(problem: Problem, nodes: frozenset[str]) -> Problem:
     """The problem with the options of ``nodes`` at no cost."""
     elements = {
         name: replace(
-            element, options=[replace(option, compute=(0.0, 0.0), collectives=()) for option in element.options]
+            element,
+            options=[replace(option, compute=(0.0, 0.0), collectives=(), sent=()) for option in element.options],
         )
         if name in nodes
         else element

@@ -33,6 +33,7 @@ from passes.rules.rule import pieces_of_work
 from planner.sharding_ilp.assignment import Conversion
 from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_problem import Element, ValueStream
+from planner.sharding_ilp.shared_rows import share_rows
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, sample_link
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.sharding import Cut, ShardingSpace
@@ -171,7 +172,9 @@ def repriced(sharded: Sharded, prices: BatchPrices) -> Sharded:
         unpriced=space.unpriced,
     )  # fmt: skip
     elements, streams, assignment = variant.problem.elements, variant.problem.streams, variant.assignment
-    options = {name: _option(space, pricing, elements[name], option) for name, option in assignment.options.items()}
+    alone = {name: _option(space, pricing, elements[name], option) for name, option in assignment.options.items()}
+    problem = replace(variant.problem, overlap_slowdown=pricing.overlap_slowdown)
+    options = share_rows(problem, alone)
     trees = {
         name: tuple(_conversion(pricing, streams[name], item) for item in tree)
         for name, tree in assignment.trees.items()
@@ -197,7 +200,13 @@ def _option(space: ShardingSpace, pricing: StepPricing, element: Element, option
     live = node.name in space.live
     cut = pieces_of_work(rule, way.joint, mesh.sizes)
     compute = pricing.compute(node, space.offers.values, option.inputs, option.outputs, flops=flops, cut=cut, live=live)
-    return replace(option, compute=compute, collectives=pricing.reductions(rule, way.joint, beside=compute, live=live))
+    return replace(
+        option,
+        compute=compute,
+        collectives=pricing.reductions(rule, way.joint, beside=compute, live=live),
+        sent=pricing.sent(rule, way.joint, live=live) if option.sent else (),
+        shared=(),
+    )
 
 
 def _conversion(pricing: StepPricing, stream: ValueStream, item: Conversion) -> Conversion:

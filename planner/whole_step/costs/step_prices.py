@@ -15,7 +15,7 @@ from typing import Protocol
 
 from cost_models.dtypes import item_size
 from passes.ir.conversions import Step
-from passes.ir.graph import Graph, Node, Value
+from passes.ir.graph import Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
 from passes.rules.expert_rules import grouped_products, is_experts
 from passes.rules.kinds import (
@@ -45,20 +45,6 @@ ATTENTION_BACKWARD = 2.5
 SCORE_PASSES: dict[bool, tuple[float, float]] = {False: (8.5, 9.5), True: (2.5, 3.5)}
 #: Bytes up to which a sum over the batch counts as a scalar of the loss.
 SCALAR_BYTES = 64
-
-
-def state_derived(graph: Graph) -> frozenset[str]:
-    """Names of parameters, buffers, and of what is computed from them and from constants alone.
-
-    Such are casts and views of weights, and embeddings of positions that all samples have in common.
-    """
-    derived = {state.value.name for state in graph.states}
-    constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
-    for node in graph.nodes:
-        rest = [name for name in node.inputs if name not in constants]
-        if rest and all(name in derived for name in rest):
-            derived.update(value.name for value in node.outputs)
-    return frozenset(derived)
 
 
 def weight_share(node: Node, values: Mapping[str, Value], states: frozenset[str]) -> float:

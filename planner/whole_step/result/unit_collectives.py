@@ -7,7 +7,8 @@ saves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,28 +69,41 @@ def sent_once(operations: Sequence[Operation], axes: Axes, live: frozenset[str])
     Args:
         live: names of the nodes that receive a gradient.
     """
+    yield from _forward(operations, axes)
     for operation in operations:
-        yield from _forward(operation, axes)
         if isinstance(operation, Convert) and operation.backward:
             yield axes.sent(operation.backward, operation, BACKWARD)
-        elif isinstance(operation, Compute) and operation.node.name in live:
-            yield from _own(operation, axes.mesh, BACKWARD)
+    yield from _own((each for each in _computes(operations) if each.node.name in live), axes.mesh, BACKWARD)
 
 
-def _forward(operation: Operation, axes: Axes) -> Iterator[Sent]:
-    if isinstance(operation, Convert) and operation.forward:
-        yield axes.sent(operation.forward, operation, FORWARD)
-    elif isinstance(operation, Compute):
-        yield from _own(operation, axes.mesh, FORWARD)
+def _forward(operations: Iterable[Operation], axes: Axes) -> Iterator[Sent]:
+    for operation in operations:
+        if isinstance(operation, Convert) and operation.forward:
+            yield axes.sent(operation.forward, operation, FORWARD)
+    yield from _own(_computes(operations), axes.mesh, FORWARD)
 
 
-def _own(compute: Compute, mesh: MeshShape, phase: str) -> Iterator[Sent]:
-    """The collectives that an operator issues itself."""
-    if compute.rule is None:
-        return
-    for item, axis, num_bytes in own_collectives(compute.rule, compute.choices, mesh.names, mesh.sizes):
-        if item.phase == phase:
-            yield Sent(item.collective, axis, phase, num_bytes)
+def _computes(operations: Iterable[Operation]) -> Iterator[Compute]:
+    return (operation for operation in operations if isinstance(operation, Compute))
+
+
+def _own(computes: Iterable[Compute], mesh: MeshShape, phase: str) -> Iterator[Sent]:
+    """The collectives that operators issue themselves; those that gather rows together, once for all."""
+    together: dict[tuple[str, ...], Counter[Sent]] = defaultdict(Counter)
+    for compute in computes:
+        if compute.rule is None:
+            continue
+        sent = [
+            Sent(item.collective, axis, phase, num_bytes)
+            for item, axis, num_bytes in own_collectives(compute.rule, compute.choices, mesh.names, mesh.sizes)
+            if item.phase == phase
+        ]
+        if compute.gathers_with:
+            together[compute.gathers_with] |= Counter(sent)
+        else:
+            yield from sent
+    for once in together.values():
+        yield from once.elements()
 
 
 #: A weight of a unit as in ``StageUnit.states``: the index of the block's root, and the path below it.
@@ -213,8 +227,7 @@ def sent_again(operations: Sequence[Operation], axes: Axes, saved_locals: SavedL
     if policy == "none":
         return
     again = operations[: saved_locals.last + 1] if policy == "full" else saved_locals.brought
-    for operation in again:
-        yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, axes))
+    yield from (sent._replace(phase=BACKWARD) for sent in _forward(again, axes))
 
 
 def gathers_in_backward(saved_locals: SavedLocals, policy: str, weights: Collection[Below]) -> bool:
