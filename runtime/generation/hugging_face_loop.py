@@ -29,6 +29,11 @@ from runtime.torch_compat.model_internals import expand_inputs_by, generates_wit
 SLOTS = 32
 #: What ``generate`` would compute of images first, if the model said that it takes it: the program of the prompt does.
 _ENCODED_AHEAD = ("mm_encoder_outputs",)
+#: Caches that ``generate`` may be told to make which change no token: the sharded one stands in for any of them.
+_SAME_TOKENS = (
+    *("dynamic", "static", "offloaded", "offloaded_static", "sliding_window"),
+    *("hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+)
 _OPTIONS = ("past_key_values", "use_cache", "return_dict", "encoder_outputs", "logits_to_keep", "cache_position")
 
 
@@ -105,12 +110,13 @@ class GeneratingModel:
         config, inputs = call["generation_config"], call["model_kwargs"]
         if inputs.get("past_key_values") is not None:
             raise ValueError(f"past_key_values is a cache of another generation: {OTHERWISE}")
-        if config.cache_implementation is not None or config.prefill_chunk_size:
+        if config.cache_implementation not in (None, *_SAME_TOKENS):
             raise ValueError(
-                "cache_implementation and prefill_chunk_size do not go with a sharded cache, which is static: drop "
-                f"them, or {OTHERWISE}"
+                f"cache_implementation={config.cache_implementation!r} rounds what it keeps, or is no cache of one "
+                f"call, and a sharded cache stands in for others alone: drop it, or {OTHERWISE}"
             )
-        config.use_cache = True  # the tokens are the same
+        # With these the tokens are the same.
+        config.use_cache, config.cache_implementation, config.prefill_chunk_size = True, None, None
         inputs["past_key_values"] = ShardedCache(
             self.session,
             length=int(call["max_cache_length"]) + 1,
