@@ -65,6 +65,8 @@ def test_on_one_device_two_programs_serve_prompts_of_several_lengths() -> None:
         assert parallel.generate(tokens, **same, **options).tolist() == model.generate(tokens, **options).tolist()
     with pytest.raises(ValueError, match=r"'quantized' rounds what it keeps.* generate\(gathered=True\)"):
         parallel.generate(tokens, cache_implementation="quantized", **options)
+    with pytest.raises(ValueError, match=r"^assistant_model .* generate\(gathered=True\)"):
+        parallel.generate(tokens[:1], assistant_model=model, **options)
     with pytest.raises(ValueError, match=r"output_attentions and .* generate\(gathered=True\)"):
         parallel.generate(tokens, output_attentions=True, return_dict_in_generate=True, **options)
     assert generated(parallel, "gpt2", "greedy", gathered=True) == generated(model, "gpt2", "greedy")
