@@ -97,7 +97,8 @@ def compile(
         constraints, memory_limit: as in ``planner.plan``.
         plan: a plan to run instead of searching.
         precision: dtype to compute in (``"bfloat16"``) with a model whose parameters are wider: those stay as the
-            masters that the optimizer updates; gradients are added up and reduced in float32. A whole step is planned.
+            masters that the optimizer updates; gradients are added up and reduced in float32, and losses are computed
+            in it, as under a GPU's autocast. A whole step is planned.
         fuse: plan and run fused operators, as in ``planner.plan``; a plan that is given says so itself.
         optimizer: one that was made before, over the parameters of ``model``: it trains the parallel module from then
             on (without it, it refuses to step). Its name (``"adamw"``), as in ``planner.plan``, only says what a whole

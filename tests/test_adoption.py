@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,3 +103,28 @@ def test_what_forward_sets_on_the_config_is_no_change_of_the_users() -> None:
     parallel(torch.ones(2, 4))
     parallel._engine.watch.update()
     assert parallel.config.problem is None and not parallel._engine.watch.changed
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [F.cross_entropy, lambda logits, target: -logits.log_softmax(-1).gather(-1, target[:, None]).mean()],
+    ids=["cross entropy", "by hand"],
+)
+def test_losses_under_a_narrower_precision_are_in_float32(loss_of: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(8, 5), {"input": torch.randn(6, 8), "target": torch.randint(5, (6,))}
+
+    def loss_fn(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return loss_of(logits, batch["target"])
+
+    def loss_with(model: nn.Module, **options: Any) -> torch.Tensor:
+        parallel = planner.compile(model, "dp=1", example_inputs=batch, loss_fn=loss_fn, **options)
+        return parallel.train_step(**batch)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch["input"])
+    expected = loss_fn(logits.float(), batch)  # as autocast computes both on a GPU
+    torch.testing.assert_close(loss_with(model, precision="bfloat16"), expected.detach(), rtol=1e-6, atol=0)
+    narrow = model.to(torch.bfloat16)  # which is told nothing else
+    batch["input"] = batch["input"].bfloat16()
+    assert loss_with(narrow).dtype == loss_with(narrow, precision="bfloat16").dtype == torch.bfloat16

@@ -115,3 +115,29 @@ def test_inference_leaves_out_loss_and_cache() -> None:
     graph = capture(model, kwargs={"input_ids": batch["input_ids"]})
     assert list(graph.outputs) == ["logits"] and graph.loss is None
     assert not any(value.requires_grad for value in graph.values.values())
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,eoi->beo", x, self.weight)
+
+
+class Mixture(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x).square().mean()
+
+
+def test_adapters_of_experts_that_are_one_parameter() -> None:
+    """Which PEFT parametrizes in forward: the parameter is set to itself on the way."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=[], target_parameters=["experts.weight"], r=2, init_lora_weights=False)
+    assert_parity(peft.get_peft_model(Mixture(), config).double(), args=(torch.randn(5, 4, dtype=torch.float64),))

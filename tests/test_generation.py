@@ -56,11 +56,17 @@ def test_the_tokens_are_hugging_faces(case: tuple[str, str, list[str]]) -> None:
 def test_on_one_device_two_programs_serve_prompts_of_several_lengths() -> None:
     parallel = planner.compile(model_named("gpt2"), "dp=1", example_inputs=training_batch("gpt2"))
     model = model_named("gpt2")
-    for length in (5, 3):
+    for length in (3, 5):
         tokens = prompt_of("gpt2")["input_ids"][:, :length]
         options = {"max_new_tokens": 16 - length, "do_sample": False, "pad_token_id": 1}
         with torch.inference_mode():
             assert parallel.generate(tokens, **options).tolist() == model.generate(tokens, **options).tolist()
+    for same in ({"cache_implementation": "static"}, {"cache_implementation": "dynamic", "prefill_chunk_size": 3}):
+        assert parallel.generate(tokens, **same, **options).tolist() == model.generate(tokens, **options).tolist()
+    with pytest.raises(ValueError, match=r"'quantized' rounds what it keeps.* generate\(gathered=True\)"):
+        parallel.generate(tokens, cache_implementation="quantized", **options)
+    with pytest.raises(ValueError, match=r"^assistant_model .* generate\(gathered=True\)"):
+        parallel.generate(tokens[:1], assistant_model=model, **options)
     with pytest.raises(ValueError, match=r"output_attentions and .* generate\(gathered=True\)"):
         parallel.generate(tokens, output_attentions=True, return_dict_in_generate=True, **options)
     assert generated(parallel, "gpt2", "greedy", gathered=True) == generated(model, "gpt2", "greedy")

@@ -94,6 +94,16 @@ def test_a_script_in_bf16(logged: dict[str, Any], tmp_path: Path) -> None:
     close(logged["bf16"], figures(alone), 1e-2)
 
 
+def test_evaluations_in_bf16(tmp_path: Path) -> None:
+    """Which transformers converts the model for, and a plan in bf16 computes anyway."""
+    options = arguments(tmp_path, BATCH, bf16=True, bf16_full_eval=True, eval_strategy="no")
+    evaluations = [
+        trainer_class(llama(), options, eval_dataset=samples(BATCH)).evaluate()["eval_loss"]
+        for trainer_class in (hf.Trainer, transformers.Trainer)
+    ]
+    close(evaluations[:1], evaluations[1:], 1e-2)
+
+
 def test_losses_of_the_scripts_own(logged: dict[str, Any], tmp_path: Path) -> None:
     """Label smoothing, with gradient checkpointing on a given mesh, and ``compute_loss`` overridden: with a pipeline,
     too."""
@@ -171,6 +181,8 @@ def test_a_loader_that_drops_its_last_batch_still_says_so() -> None:
 def test_other_ways_to_split_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another way to split a model"):
         Accelerator(cpu=True, parallelism_config=accelerate.ParallelismConfig())
+    with pytest.raises(ValueError, match="bf16_full_eval convert the model"):
+        hf.Trainer(llama(), arguments(tmp_path, BATCH, bf16_full_eval=True, eval_strategy="no"))
     trainer = hf.Trainer(llama(), arguments(tmp_path, BATCH, eval_strategy="no"))
     with pytest.raises(ValueError, match="planned by the first train, evaluate or predict"):
         _ = trainer.parallel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -163,3 +165,44 @@ def test_attributes_that_a_class_looks_up_itself_are_found() -> None:
     switched = parallel.get_submodule("0")
     assert isinstance(switched, Switched) and not hasattr(switched, "hf_device_map")
     assert switched.weight is switched.second.weight is dict(parallel.named_parameters())["0.second.weight"]
+
+
+class Settings(nn.Module):
+    """Sets what its forward does by methods, as PEFT's models disable their adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Switched()
+        self.factors, self.layer.powers, self.is_square, self.calls = {"out": 1.0}, [2], False, 0
+
+    @contextmanager
+    def squared(self) -> Iterator[None]:
+        self.layer._is_first = self.is_square = True
+        yield
+        self.layer._is_first = self.is_square = False
+
+    def set_factor(self, factor: float) -> None:
+        self.factors["out"] = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = self.layer(x + self.layer.is_first).pow(self.layer.powers[0]) * self.factors["out"]
+        return loss.square() if self.is_square else loss
+
+
+@pytest.mark.filterwarnings("ignore:forward of Settings changes 'calls'")
+def test_what_methods_of_the_model_set_is_followed() -> None:
+    x = batch()["x"]
+    parallel, single = planner.compile(seeded(Settings), "dp=1", example_inputs=(x,)), seeded(Settings)
+    losses = []
+    for model in (parallel, single):
+        before = float(model(x).detach())
+        with model.squared():
+            inside = float(model(x).detach())
+        behind = float(model(x).detach())
+        model.set_factor(3.0)
+        scaled = float(model(x).detach())
+        model.layer.powers[0] = 3
+        losses.append([before, inside, behind, scaled, float(model(x).detach())])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9) and len(set(losses[1])) == 4
+    assert parallel._engine._maker.captures.count == 4  # behind ``squared`` the first one's program runs again

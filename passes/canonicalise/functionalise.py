@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonicalise.fx import argument, aten, insert, is_tensor, shape, value, writes
+from passes.canonicalise.fx import argument, aten, insert, is_tensor, replace, shape, value, writes
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.parameter_writes import note_parameter_write
 from passes.ir.errors import CaptureError
@@ -103,6 +103,9 @@ class _Functionaliser:
 
     def write(self, node: fx.Node, target: fx.Node) -> None:
         """Replace an in-place call on ``target`` and carry the result to everything that shares its memory."""
+        if node.target is aten.set_.source_Tensor and node.args[1] is target:  # as parametrize does to a parameter
+            replace(node, target)
+            return
         root = self.root(target)
         if root.op == "placeholder" and root.name.startswith("p_"):
             note_parameter_write(node, root, self.views)

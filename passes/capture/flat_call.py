@@ -15,6 +15,7 @@ from passes.capture.python_draws import no_python_draws
 from passes.capture.python_state import StateChanges, TracedStates, WatchedState
 from passes.capture.value_reads import ValueReads
 from passes.capture.watch import WatchedForward
+from passes.capture.wide_losses import losses_of
 from passes.ir.value_guards import GuardReading
 from passes.torch_compat.tracer_questions import answered_lists
 
@@ -77,7 +78,7 @@ class FlatCall(nn.Module):
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Structure, dict[Path, torch.Tensor]]:
         watched = WatchedForward(self.originals, self.reads)
-        with watched, no_python_draws(), answered_lists(watched.row_groups.sizes):
+        with watched, no_python_draws(), answered_lists(watched.row_groups.sizes), losses_of(self.model):
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
             else:

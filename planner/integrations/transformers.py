@@ -61,8 +61,8 @@ class TransformersTrainer(transformers.Trainer):
             ``compute_loss_func``, label smoothing) is planned with the model, whatever it is.
 
     Raises:
-        ValueError: for what is another way to split a model (fsdp, deepspeed), for fp16, and for a transformers that is
-            too old.
+        ValueError: for what is another way to split a model (fsdp, deepspeed), for fp16, for evaluations in another
+            dtype than training, and for a transformers that is too old.
     """
 
     model: Any
@@ -91,6 +91,11 @@ class TransformersTrainer(transformers.Trainer):
         if self.args.fsdp or self.args.deepspeed or self.args.fp16:
             raise ValueError(
                 "fsdp, deepspeed and fp16 are other ways to train than a plan's: leave them out (bf16 works)"
+            )
+        if self.args.fp16_full_eval or (self.args.bf16_full_eval and not self.args.bf16):
+            raise ValueError(
+                "fp16_full_eval and bf16_full_eval convert the model for evaluations, and a planned model computes in "
+                "one dtype: leave them out, or say bf16=True, under which evaluations are in bf16 too"
             )
         if self.args.world_size > 1:  # every process counts the labels of the whole batch
             self.args.average_tokens_across_devices = False
@@ -222,12 +227,13 @@ class TransformersTrainer(transformers.Trainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers', with losses weighed by the samples of a global batch."""
         self._evaluated = getattr(dataloader, "dataset", None)
-        size = self.args.per_device_eval_batch_size
+        size, converts = self.args.per_device_eval_batch_size, self.args.bf16_full_eval
         self.args.per_device_eval_batch_size = size * self.accelerator.num_processes
+        self.args.bf16_full_eval = False  # the plan is in bf16
         try:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
-            self.args.per_device_eval_batch_size = size
+            self.args.per_device_eval_batch_size, self.args.bf16_full_eval = size, converts
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None

@@ -2,7 +2,8 @@
 
 The engine traces a copy of the model without data. A number, a string or a flag that is set on the original's modules,
 or on plain objects that they hold (a config), is set on the copy too, and the next call is traced with it; other
-changes are announced. The original is looked at as long as somebody else holds it.
+changes are announced. The original is looked at as long as somebody else holds it. Methods that are called by way of
+the parallel module run on the copy: from the first one on, what they set there counts as well.
 
 What trains, and which submodules are in which mode, is the parallel module's own: it is refused on the original, where
 it would change nothing. The whole original may be frozen or put into another mode (to be a teacher, or compared with).
@@ -28,7 +29,8 @@ from runtime.calls.surroundings import Surroundings, in_words
 from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_COMPARED = (*_PLAIN, list, dict, set)
+CONTAINERS = (list, dict, set)
+_COMPARED = (*_PLAIN, *CONTAINERS)
 #: What every module has; modes and tensors are the parallel module's own.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -75,6 +77,7 @@ class ModelWatch:
         self._owners = list(_owners(model))
         # What users reach as attributes of the parallel module (its config).
         self._settings = list(_settings(copy, ""))
+        self._owners_of_copy: list[_Owner] = []
         self._num_handles = RemovableHandle.next_id
         self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
         self._trained: list[bool | None] = [parameter.requires_grad for parameter in model.parameters()]
@@ -89,6 +92,11 @@ class ModelWatch:
         self._num_handles, self._announced = before._num_handles, before._announced
         self._parameters, self._trained = before._parameters, before._trained
         self._trained_first, self._modes_first = before._trained_first, before._modes_first
+
+    def look_at_copy(self) -> None:
+        """Take up what is set on the copy from now on: a method of it is called, or a container handed out."""
+        if not self._owners_of_copy:
+            self._owners_of_copy = [owner for owner in _owners(self._copy) if owner.path or not owner.attribute]
 
     @property
     def key(self) -> Hashable:
@@ -121,6 +129,10 @@ class ModelWatch:
         self._surroundings.update()
         for owner in self._settings:
             self._update_owner(owner, owner.reference().__dict__)
+        for owner in self._owners_of_copy:
+            attributes = owner.reference().__dict__
+            if owner.changes_inside or dict_version(attributes) != owner.version:
+                self._update_owner(owner, attributes, is_of_copy=True)
         if self._root() is None or not self._owners:
             return
         hooks = self._num_handles != RemovableHandle.next_id
@@ -135,14 +147,17 @@ class ModelWatch:
             if hooks or owner.changes_inside or dict_version(attributes) != owner.version:
                 self._update_owner(owner, attributes)
 
-    def _update_owner(self, owner: _Owner, attributes: dict[str, Any]) -> None:
+    def _update_owner(self, owner: _Owner, attributes: dict[str, Any], *, is_of_copy: bool = False) -> None:
         version = dict_version(attributes)
+        values = tuple(map(attributes.get, owner.names))
+        if is_of_copy:
+            values = tuple(map(_if_light, values))
         # Comparing tuples compares entries by identity first, then by value.
-        if version != owner.version or tuple(map(attributes.get, owner.names)) != owner.values:
-            self._take(owner, attributes)
+        if version != owner.version or values != owner.values:
+            self._take(owner, attributes, is_of_copy=is_of_copy)
             self._original_modes = None
         owner.version = version
-        if not owner.attribute and _num_hooks(attributes) != owner.num_hooks:
+        if not (owner.attribute or is_of_copy) and _num_hooks(attributes) != owner.num_hooks:
             owner.num_hooks = _num_hooks(attributes)
             self._announce_hooks(owner.path)
 
@@ -197,25 +212,33 @@ class ModelWatch:
         path, attribute, inner = place
         target: Any = self._copy.get_submodule(path)
         setattr(target if not inner else getattr(target, attribute), inner or attribute, value)
+        self._note(place, value)
+
+    def _note(self, place: Place, value: Any) -> None:
         self.changed[place] = value
         if place in self._first and _same(value, self._first[place]):
             del self.changed[place]
 
-    def _take(self, owner: _Owner, attributes: Mapping[str, Any]) -> None:
+    def _take(self, owner: _Owner, attributes: Mapping[str, Any], *, is_of_copy: bool) -> None:
         names = tuple(attributes) if owner.attribute else _watched(attributes)
         before = dict(zip(owner.names, owner.values))
         for name in names:
             value = attributes[name]
             place = (owner.path, owner.attribute, name) if owner.attribute else (owner.path, name, "")
-            if name in before and _same(value, before[name]):
+            if (is_of_copy and not is_light(value)) or (name in before and _same(value, before[name])):
                 continue
-            if isinstance(value, _PLAIN):
+            if isinstance(value, _COMPARED if is_of_copy else _PLAIN):
                 if name in before:
                     self._first.setdefault(place, before[name])
-                self.set(place, value)
+                if is_of_copy:
+                    self._note(place, _snapshot(value))
+                else:
+                    self.set(place, value)
             else:
                 self._announce(place, "was set")
-        owner.names, owner.values = names, tuple(_snapshot(attributes[name]) for name in names)
+        values = [attributes[name] for name in names]
+        owner.names = names
+        owner.values = tuple(map(_snapshot, map(_if_light, values) if is_of_copy else values))
         owner.changes_inside = _changes_inside(owner.values, owner.num_hooks)
 
     def _announce_hooks(self, path: str) -> None:
@@ -246,6 +269,11 @@ def _watched(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and is_light(value))
 
 
+def _if_light(value: Any) -> Any:
+    """``value``, or None for what holds tensors, which do not compare as others do."""
+    return value if is_light(value) else None
+
+
 def is_light(value: Any, depth: int = 0) -> bool:
     """Whether keeping ``value`` alive surely keeps no weights alive: a number, a function, a config."""
     if isinstance(value, (*_PLAIN, type, types.BuiltinFunctionType)):
@@ -268,7 +296,7 @@ def is_plain_object(value: Any) -> bool:
 
 def _snapshot(value: Any) -> Any:
     """A copy of a list, dict or set; any other value itself."""
-    return type(value)(value) if type(value) in (list, dict, set) else value
+    return type(value)(value) if type(value) in CONTAINERS else value
 
 
 def _owners(model: nn.Module) -> Iterator[_Owner]:
@@ -307,7 +335,7 @@ def _owner(path: str, attribute: str, target: Any, names: tuple[str, ...]) -> _O
 
 
 def _changes_inside(values: tuple[Any, ...], num_hooks: int) -> bool:
-    return num_hooks > 0 or any(isinstance(value, (list, dict, set)) for value in values)
+    return num_hooks > 0 or any(isinstance(value, CONTAINERS) for value in values)
 
 
 def _num_hooks(attributes: Mapping[str, Any]) -> int:

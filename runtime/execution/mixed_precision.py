@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.capture.wide_losses import mark_wide_losses
 from passes.torch_compat.operators import tree_map
 from runtime.calls.skeleton import skeleton
 
@@ -25,10 +26,15 @@ def compute_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of ``model`` without data whose floating-point parameters are of ``dtype``; buffers keep theirs."""
+    """A copy of ``model`` without data whose floating-point parameters are of ``dtype``; buffers keep theirs.
+
+    What is narrower than before computes its losses in float32, as under autocast.
+    """
     lean = skeleton(model)
     for parameter in lean.parameters():
         if parameter.is_floating_point():
+            if parameter.dtype.itemsize > dtype.itemsize:
+                mark_wide_losses(lean)
             parameter.data = parameter.data.to(dtype)
     return lean
 

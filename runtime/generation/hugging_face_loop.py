@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, Seq2SeqLMOutput
 
 from passes.torch_compat.module_tables import buffers_of, parameters_of
@@ -21,7 +22,7 @@ from runtime.generation.expanded_images import images_of, with_images_expanded
 from runtime.generation.generation_session import GenerationSession
 from runtime.generation.phase_models import ENCODED, LAST, POSITION, encoded_without_values
 from runtime.generation.phase_programs import Prompt
-from runtime.generation.sharded_cache import OTHERWISE, ShardedCache
+from runtime.generation.sharded_cache import ASSISTED, OTHERWISE, ShardedCache
 from runtime.generation.slot_check import BY_TOKEN, check_same_logits, last_token
 from runtime.torch_compat.model_internals import expand_inputs_by, generates_with_cache, prepare_cache_by
 
@@ -29,6 +30,11 @@ from runtime.torch_compat.model_internals import expand_inputs_by, generates_wit
 SLOTS = 32
 #: What ``generate`` would compute of images first, if the model said that it takes it: the program of the prompt does.
 _ENCODED_AHEAD = ("mm_encoder_outputs",)
+#: Caches that ``generate`` may be told to make which change no token: the sharded one stands in for any of them.
+_SAME_TOKENS = (
+    *("dynamic", "static", "offloaded", "offloaded_static", "sliding_window"),
+    *("hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+)
 _OPTIONS = ("past_key_values", "use_cache", "return_dict", "encoder_outputs", "logits_to_keep", "cache_position")
 
 
@@ -105,12 +111,15 @@ class GeneratingModel:
         config, inputs = call["generation_config"], call["model_kwargs"]
         if inputs.get("past_key_values") is not None:
             raise ValueError(f"past_key_values is a cache of another generation: {OTHERWISE}")
-        if config.cache_implementation is not None or config.prefill_chunk_size:
+        if call["generation_mode"] == GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(f"assistant_model and prompt_lookup_num_tokens: {ASSISTED}")
+        if config.cache_implementation not in (None, *_SAME_TOKENS):
             raise ValueError(
-                "cache_implementation and prefill_chunk_size do not go with a sharded cache, which is static: drop "
-                f"them, or {OTHERWISE}"
+                f"cache_implementation={config.cache_implementation!r} rounds what it keeps, or is no cache of one "
+                f"call, and a sharded cache stands in for others alone: drop it, or {OTHERWISE}"
             )
-        config.use_cache = True  # the tokens are the same
+        # With these the tokens are the same.
+        config.use_cache, config.cache_implementation, config.prefill_chunk_size = True, None, None
         inputs["past_key_values"] = ShardedCache(
             self.session,
             length=int(call["max_cache_length"]) + 1,
@@ -166,7 +175,7 @@ class GeneratingModel:
             logits = self._prompt(tensors, constants, tokens, encoded, cache.length)
             cache.begun = None if self.session.is_checked else (tensors, logits)
         elif tokens.shape[1] != 1:
-            raise ValueError(f"{tokens.shape[1]} tokens at once behind a prompt (assisted generation?): {OTHERWISE}")
+            raise ValueError(f"{tokens.shape[1]} tokens at once behind a prompt: {OTHERWISE}")
         else:
             self._check(tensors, cache)
             logits = self._token(tensors, cache.num_tokens, cache.length)

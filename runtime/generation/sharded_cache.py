@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from runtime.generation.generation_session import GenerationSession
 
 OTHERWISE = "generate(gathered=True) gathers the weights and generates with the whole model"
+ASSISTED = f"assisted generation takes tokens back, which a sharded cache does not: {OTHERWISE}"
 
 
 class ShardedCache(Cache):
@@ -37,7 +38,7 @@ class ShardedCache(Cache):
         self.rows = beam_idx if self.rows is None else self.rows.index_select(0, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(f"assisted generation takes tokens back, which a sharded cache does not: {OTHERWISE}")
+        raise ValueError(ASSISTED)
 
     @property
     def self_attention_cache(self) -> DynamicCache:

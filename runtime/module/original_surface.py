@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from passes.torch_compat.operators import tree_leaves
+from runtime.calls.model_watch import CONTAINERS
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
 from runtime.module.extra_state import take_extra_states
@@ -52,12 +53,15 @@ class OriginalSurface:
         if name in REFUSED_METHODS and callable(getattr(engine.model, name, None)):
             return _refuser(name)
         try:
-            return _guarded(getattr(engine.model, name), engine.model, name)
+            attribute = getattr(engine.model, name)
         except AttributeError:
             kind = type(engine.model).__name__
             raise AttributeError(
                 f"neither a parallel module nor the {kind} it runs has an attribute {name!r}"
             ) from None
+        if inspect.ismethod(attribute) or isinstance(attribute, CONTAINERS):
+            engine.watch.look_at_copy()
+        return _guarded(attribute, engine.model, name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of ``nn.Module``; a whole state dict may be given on every rank, whatever stage it has."""

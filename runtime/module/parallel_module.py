@@ -76,7 +76,7 @@ class ParallelModule(
         self._tree = ParameterTree(engine.state, stages=num_stages, ranks=ranks, shown=shown)
         share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
-        show_kinds(self._tree.weights, engine.model, engine.watch.set)
+        show_kinds(self._tree.weights, engine.model, engine.watch)
 
     def __repr__(self) -> str:
         """The plan and what this rank has of it; the tree of a submodule is that submodule's own text."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,17 @@ import torch
 from torch import nn
 
 from passes.torch_compat.module_tables import buffers_of, children_of, tensors_of
+from runtime.calls.model_watch import CONTAINERS, ModelWatch
 from runtime.state.weight_tree import WeightTree, refuse_hook
 
-#: Sets an attribute of the module at a path of the copy; the next call is traced with it.
-SetAttribute = Callable[[tuple[str, str, str], Any], None]
 
-
-def show_kinds(tree: WeightTree, model: nn.Module, set_attribute: SetAttribute) -> None:
+def show_kinds(tree: WeightTree, model: nn.Module, watch: ModelWatch) -> None:
     """Give every node of ``tree`` below its root the class of the module of ``model`` at the same path.
 
     A class that Python cannot give to an object (one with slots) is left out.
+
+    Args:
+        watch: of ``model``, which programs are traced of: by it the next call is traced with what is set.
     """
     kinds: dict[type, type] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -42,7 +43,7 @@ def show_kinds(tree: WeightTree, model: nn.Module, set_attribute: SetAttribute) 
             node.__class__ = kinds[kind]
         except TypeError:
             continue
-        node.__dict__["_place"] = _PlaceOfModule(path, module, set_attribute)
+        node.__dict__["_place"] = _PlaceOfModule(path, module, watch)
 
 
 def _order(children: dict[str, nn.Module | None], originals: Mapping[str, nn.Module | None]) -> None:
@@ -60,7 +61,7 @@ class _PlaceOfModule:
 
     path: str
     original: nn.Module
-    set_attribute: SetAttribute
+    watch: ModelWatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PlaceOfModule:
         return self
@@ -98,7 +99,10 @@ class _ShownModule(nn.Module):
         """Plain attributes of the original first: a class's own ``__getattr__`` reads them."""
         place: _PlaceOfModule | None = self.__dict__.get("_place")
         if place is not None and name in vars(place.original):
-            return vars(place.original)[name]
+            value = vars(place.original)[name]
+            if isinstance(value, CONTAINERS):
+                place.watch.look_at_copy()
+            return value
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -116,7 +120,7 @@ class _ShownModule(nn.Module):
             return
         set_content(self, name, value, place.path)
         if name in vars(place.original):
-            place.set_attribute((place.path, name, ""), value)
+            place.watch.set((place.path, name, ""), value)
         elif name not in buffers_of(self):
             self._set_own(name, value)
 
