@@ -10,6 +10,7 @@ All counts are of local elements: divide a sharded parameter first. Bytes an ele
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -90,6 +91,7 @@ def state_bytes(num_elements: int, dtype: str, *, trainable: bool = True, optimi
     )
 
 
+@functools.lru_cache(maxsize=8192)
 def zero_state_bytes(
     num_elements: int,
     dtype: str,

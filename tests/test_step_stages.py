@@ -8,11 +8,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import layer_sum, step_memory, step_seconds
+from planner.pipeline_ilp.fronts import Front
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.rounds import longest_chunk
 from planner.pipeline_ilp.stage_bounds import lower_bound, memory_shortfall
@@ -251,3 +253,11 @@ def test_units_of_no_size_do_not_fit_where_their_peak_does_not() -> None:
         for run in problem.runs
     )
     assert memory_shortfall(replace(problem, runs=runs, memory=(1.0,) * problem.num_ranks)) == pytest.approx(7.0, abs=1)
+
+
+def test_a_front_has_no_point_beyond_its_limit() -> None:
+    nothing = Front(np.zeros(1), np.zeros(1), limit=3.0)
+    large_and_small = np.array([1.0, 2.0]), np.array([5.0, 2.0]), np.array([0, 1])
+    front = nothing.with_unit((0, 0), large_and_small)
+    assert front.seconds.tolist() == [2.0] and front.units() == [(0, 0, 1)]
+    assert not len(front.with_unit((0, 0), (np.array([1.0]), np.array([2.0]), np.array([0]))).seconds)

@@ -14,6 +14,7 @@ become their own gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 from passes.autograd.recompute_policies import Activations, Recompute, Stretch, kept_under
@@ -41,29 +42,29 @@ def working_peak(
         weight_gradients: count each parameter's gradient before it is added to the accumulated one (needed from the
             second micro-batch on).
     """
-    walk = _Walk(saved_activations, nodes, policy, local_bytes, extra_bytes, compiled=compiled)
-    return max(walk.forward(), walk.backward(weight_gradients=weight_gradients))
+    lifetimes = Lifetimes(saved_activations, nodes, policy, compiled=compiled)
+    return lifetimes.peak(local_bytes=local_bytes, extra_bytes=extra_bytes, weight_gradients=weight_gradients)
 
 
-class _Walk:
-    """One stretch under one policy, with the bytes of its storages."""
+class Lifetimes:
+    """When storages of one stretch under one policy are made and freed, whatever their bytes: for many shardings.
+
+    Arguments as for ``working_peak``.
+    """
 
     def __init__(
-        self,
-        saved_activations: Activations,
-        nodes: Sequence[str],
-        policy: str,
-        local_bytes: LocalBytes,
-        extra_bytes: ExtraBytes,
-        *,
-        compiled: bool,
+        self, saved_activations: Activations, nodes: Sequence[str], policy: str = "none", *, compiled: bool = False
     ) -> None:
         self.activations = saved_activations
         self.stretch = Stretch(saved_activations, nodes)
         self.recompute: Recompute = kept_under(saved_activations, nodes, policy, compiled=compiled)
-        self.local_bytes, self.extra_bytes = local_bytes, extra_bytes
         self.compiled = compiled
         self.written = self._written()
+
+    def peak(self, *, local_bytes: LocalBytes, extra_bytes: ExtraBytes, weight_gradients: bool = False) -> float:
+        """Bytes on one device, forward or backward, whichever is more; see ``working_peak``."""
+        walk = _Walk(self, local_bytes, extra_bytes)
+        return max(walk.forward(), walk.backward(weight_gradients=weight_gradients))
 
     def _written(self) -> frozenset[str]:
         """Storages that are written to memory: all, or those that fused kernels write."""
@@ -77,28 +78,111 @@ class _Walk:
             if user not in inside or self.stretch.saved_by_node[user].is_expensive
         }
         read = self.stretch.saved(expensive=True)
-        return self.stretch.inputs() | self.stretch.roots(crossing) | self.stretch.expensive_values() | read
+        return self.inputs | self.stretch.roots(crossing) | self.stretch.expensive_values() | read
+
+    @functools.cached_property
+    def inputs(self) -> frozenset[str]:
+        """Storages of what the stretch takes from outside."""
+        return self.stretch.inputs()
+
+    @functools.cached_property
+    def taken(self) -> dict[str, frozenset[str]]:
+        """By node, storages of activations that it takes."""
+        nodes = self.activations.nodes
+        return {node: self.stretch.roots(nodes[node].inputs) for node in self.stretch.names}
+
+    @functools.cached_property
+    def of_outputs(self) -> dict[str, frozenset[str]]:
+        """By node, storages of what it gives; those that a view shares with what it takes have one gradient."""
+        nodes = self.activations.nodes
+        return {node: self.stretch.roots([value.name for value in nodes[node].outputs]) for node in self.stretch.names}
+
+    @functools.cached_property
+    def allocated(self) -> dict[str, frozenset[str]]:
+        """By node, storages that it allocates for its outputs."""
+        nodes = self.activations.nodes
+        return {
+            node: storages & {value.name for value in nodes[node].outputs} for node, storages in self.of_outputs.items()
+        }
+
+    @functools.cached_property
+    def leaving(self) -> frozenset[str]:
+        """Storages that nodes outside the stretch take."""
+        inside = set(self.stretch.names)
+        users = self.activations.users
+        return self.stretch.roots(
+            {name for name in self.stretch.maker if any(user not in inside for user in users.get(name, ()))}
+        )
+
+    @functools.cached_property
+    def needed(self) -> frozenset[str]:
+        """Storages that the backward pass reads; a compiled one makes those of cheap operators as it goes."""
+        return self.stretch.saved(expensive=True if self.compiled else None) & self.written
+
+    @functools.cached_property
+    def freed(self) -> dict[str, tuple[str, ...]]:
+        """By node, the storages of ``needed`` that nobody reads behind its backward."""
+        freed: dict[str, list[str]] = {}
+        for root, node in self._first_readers().items():
+            if root in self.needed:
+                freed.setdefault(node, []).append(root)
+        return {node: tuple(roots) for node, roots in freed.items()}
+
+    @functools.cached_property
+    def backward_nodes(self) -> tuple[str, ...]:
+        """The nodes that a gradient comes back to, last first."""
+        return tuple(node for node in reversed(self.stretch.names) if node in self.activations.live)
+
+    def overwritten(self, node: str) -> frozenset[str]:
+        """Storages that the backward of ``node`` makes into their own gradient."""
+        if node not in self.activations.reusing:
+            return frozenset()
+        return self.stretch.roots((self.activations.nodes[node].inputs[0],)) & self.stretch.maker.keys()
+
+    def held_extras(self, node: str) -> tuple[Extra, ...]:
+        """Tensors made inside a node's forward that are still held when its backward starts."""
+        saved = self.stretch.saved_by_node[node]
+        return tuple(extra for extra in saved.extras if not self.compiled or extra in saved.expensive_extras)
+
+    def has_gradient(self, root: str) -> bool:
+        return self.activations.values[root].requires_grad
+
+    def _first_readers(self) -> dict[str, str]:
+        """Storage made inside → the earliest node whose backward reads it."""
+        first: dict[str, str] = {}
+        for node in reversed(self.backward_nodes):
+            for root in self.stretch.roots(self.stretch.saved_by_node[node].values) - self.inputs:
+                first.setdefault(root, node)
+        return first
+
+
+class _Walk:
+    """One stretch under one policy, with the bytes of its storages."""
+
+    def __init__(self, lifetimes: Lifetimes, local_bytes: LocalBytes, extra_bytes: ExtraBytes) -> None:
+        self.lifetimes, self.stretch, self.activations = lifetimes, lifetimes.stretch, lifetimes.activations
+        self.recompute = lifetimes.recompute
+        self.local_bytes, self.extra_bytes = local_bytes, extra_bytes
+        self._bytes: dict[str, float] = {}
 
     def bytes_of(self, root: str) -> float:
-        return self.local_bytes(self.activations.values[root]) if root in self.written else 0.0
+        num_bytes = self._bytes.get(root)
+        if num_bytes is None:
+            is_written = root in self.lifetimes.written
+            num_bytes = self.local_bytes(self.activations.values[root]) if is_written else 0.0
+            self._bytes[root] = num_bytes
+        return num_bytes
 
     def inside_bytes(self, node: str, held: Collection[Extra] = (), *, backward: bool = False) -> float:
         """Bytes that an operator allocates while it runs, beyond its output and the ``held`` extras."""
         saved = self.stretch.saved_by_node[node]
         working_bytes = working(self.activations.nodes[node], self.activations.values, self.local_bytes)[backward]
-        if self.compiled and not saved.is_expensive:
+        if self.lifetimes.compiled and not saved.is_expensive:
             return working_bytes
+        if not saved.temporaries and not saved.extras:
+            return max(working_bytes, 0.0)
         internal = (*saved.temporaries, *(extra for extra in saved.extras if extra not in held))
         return max(working_bytes, max(map(self.extra_bytes, internal), default=0.0))
-
-    def taken(self, node: str) -> frozenset[str]:
-        """Storages of activations that a node takes."""
-        return self.stretch.roots(self.activations.nodes[node].inputs)
-
-    def allocated(self, node: str) -> frozenset[str]:
-        """Storages that a node allocates for its outputs."""
-        outputs = {value.name for value in self.activations.nodes[node].outputs}
-        return self.stretch.roots(outputs) & outputs
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -112,60 +196,47 @@ class _Walk:
             stays: storages that are not freed.
             extras: tensors made inside operators that are kept, so that they are not counted while those run.
         """
-        held = self.recompute.values
-        last = {root: place for place, node in enumerate(nodes) for root in self.taken(node)}
-        outside = self._leaving() | stays
-        alive = {root: self.bytes_of(root) for root in self.stretch.inputs() - held if root in last}
+        held, lifetimes = self.recompute.values, self.lifetimes
+        last = {root: place for place, node in enumerate(nodes) for root in lifetimes.taken[node]}
+        outside = lifetimes.leaving | stays
+        alive = {root: self.bytes_of(root) for root in lifetimes.inputs - held if root in last}
         peak = total = sum(alive.values())
         for place, node in enumerate(nodes):
-            for root in self.allocated(node) - held:
+            for root in lifetimes.allocated[node] - held:
                 alive[root] = self.bytes_of(root)
                 total += alive[root]
             peak = max(peak, total + self.inside_bytes(node, extras))
             if stays:
-                total += sum(self.extra_bytes(extra) for extra in self._held_extras(node) if extra not in extras)
+                total += sum(self.extra_bytes(extra) for extra in lifetimes.held_extras(node) if extra not in extras)
             for root in [root for root in alive if last.get(root, place) <= place and root not in outside]:
                 total -= alive.pop(root)
         return max(peak, total)
-
-    def _leaving(self) -> frozenset[str]:
-        """Storages that nodes outside the stretch take."""
-        inside = set(self.stretch.names)
-        users = self.activations.users
-        return self.stretch.roots(
-            {name for name in self.stretch.maker if any(user not in inside for user in users.get(name, ()))}
-        )
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def backward(self, *, weight_gradients: bool) -> float:
         """The peak of the second forward (where there is one) and of the walk back."""
-        needed, again = self._needed(), self.recompute.recomputed
-        remade = sum(self.bytes_of(root) for root in needed - self.recompute.values)
-        walk_back = self._back(needed, weight_gradients=weight_gradients)
+        lifetimes, again = self.lifetimes, self.recompute.recomputed
+        remade = sum(self.bytes_of(root) for root in lifetimes.needed - self.recompute.values)
+        walk_back = self._back(weight_gradients=weight_gradients)
         if not again:
             return remade + walk_back
-        inside = [extra for name in self.stretch.names for extra in self._held_extras(name)]
+        inside = [extra for name in self.stretch.names for extra in lifetimes.held_extras(name)]
         remade += sum(map(self.extra_bytes, inside)) - sum(map(self.extra_bytes, self.recompute.extras))
-        entering = sum(self.bytes_of(root) for root in self._leaving() if self._has_gradient(root))
-        second = self._run(again, stays=needed, extras=self.recompute.extras)
+        entering = sum(self.bytes_of(root) for root in lifetimes.leaving if lifetimes.has_gradient(root))
+        second = self._run(again, stays=lifetimes.needed, extras=self.recompute.extras)
         return max(entering + second, remade + walk_back)
 
-    def _needed(self) -> frozenset[str]:
-        """Storages that the backward pass reads; a compiled one makes those of cheap operators as it goes."""
-        return self.stretch.saved(expensive=True if self.compiled else None) & self.written
-
-    def _back(self, needed: frozenset[str], *, weight_gradients: bool) -> float:
+    def _back(self, *, weight_gradients: bool) -> float:
         """The peak of gradients over the walk back, less the storages of ``needed`` that are freed on the way."""
-        nodes = [node for node in self.stretch.names if node in self.activations.live]
-        first = self._first_reader(nodes)
-        grads = {root: self.bytes_of(root) for root in self._leaving() if self._has_gradient(root)}
+        lifetimes = self.lifetimes
+        grads = {root: self.bytes_of(root) for root in lifetimes.leaving if lifetimes.has_gradient(root)}
         peak = total = sum(grads.values())
-        for node in reversed(nodes):
+        for node in lifetimes.backward_nodes:
             added = 0.0
-            in_place = self._overwritten(node)
-            for root in self.taken(node):
-                if not self._has_gradient(root) or root in self._shared_with_output(node):
+            in_place = lifetimes.overwritten(node)
+            for root in lifetimes.taken[node]:
+                if not lifetimes.has_gradient(root) or root in lifetimes.of_outputs[node]:
                     continue
                 if root in in_place:
                     grads[root] = self.bytes_of(root)
@@ -178,38 +249,11 @@ class _Walk:
                 added += self._weights(node)
             peak = max(peak, total + added + self.inside_bytes(node, backward=True))
             total += sum(self.bytes_of(root) for root in in_place)
-            for root in self.allocated(node):
+            for root in lifetimes.allocated[node]:
                 total -= grads.pop(root, 0.0)
-            total -= sum(self.bytes_of(root) for root in needed if first.get(root) == node)
-            total -= sum(map(self.extra_bytes, self._held_extras(node)))
+            total -= sum(self.bytes_of(root) for root in lifetimes.freed.get(node, ()))
+            total -= sum(map(self.extra_bytes, lifetimes.held_extras(node)))
         return peak
-
-    def _overwritten(self, node: str) -> frozenset[str]:
-        """Storages that the backward of ``node`` makes into their own gradient."""
-        if node not in self.activations.reusing:
-            return frozenset()
-        return self.stretch.roots((self.activations.nodes[node].inputs[0],)) & self.stretch.maker.keys()
-
-    def _held_extras(self, node: str) -> tuple[Extra, ...]:
-        """Tensors made inside a node's forward that are still held when its backward starts."""
-        saved = self.stretch.saved_by_node[node]
-        return tuple(extra for extra in saved.extras if not self.compiled or extra in saved.expensive_extras)
-
-    def _first_reader(self, nodes: Sequence[str]) -> dict[str, str]:
-        """Storage made inside → the earliest node whose backward reads it."""
-        first: dict[str, str] = {}
-        inputs = self.stretch.inputs()
-        for node in nodes:
-            for root in self.stretch.roots(self.stretch.saved_by_node[node].values) - inputs:
-                first.setdefault(root, node)
-        return first
-
-    def _shared_with_output(self, node: str) -> frozenset[str]:
-        """Storages that the outputs of a view share with what it takes: one gradient serves both."""
-        return self.stretch.roots([value.name for value in self.activations.nodes[node].outputs])
-
-    def _has_gradient(self, root: str) -> bool:
-        return self.activations.values[root].requires_grad
 
     def _weights(self, node: str) -> float:
         values = (self.activations.values[name] for name in dict.fromkeys(self.activations.nodes[node].inputs))

@@ -79,7 +79,7 @@ class Step:
 
     def axis_name(self, mesh: MeshShape) -> str:
         """The axis that changes; of a joint step all, with ``_`` between them."""
-        return "_".join(mesh.names[axis] for axis in self.axes)
+        return mesh.names[self.axis] if len(self.axes) == 1 else "_".join(mesh.names[axis] for axis in self.axes)
 
     @property
     def source_type(self) -> SpmdType:
@@ -105,11 +105,24 @@ class Step:
         It is what an all-reduce reduces, what an all-gather gives, what a reduce-scatter takes; an all-to-all
         holds 1/n of it on each rank. Forward and backward move the same. Unequal parts are sent as the largest.
         """
-        local = list(largest_local_shape(shape, self.whole, mesh))
-        count = math.prod(mesh.sizes[axis] for axis in self.axes)
-        for dim in {shard_dim(self.source_type), shard_dim(self.target_type)} - {None}:
-            local[dim] = count * largest_part(local[dim], count)  # type: ignore[index]
+        return self.num_bytes_of(largest_local_shape(shape, self.whole, mesh), item_size, mesh)
+
+    def num_bytes_of(self, whole: tuple[int, ...], item_size: int, mesh: MeshShape) -> int:
+        """The same by the shape that the tensor has on one rank once it is whole on this step's axis."""
+        count = mesh.sizes[self.axis] if len(self.axes) == 1 else math.prod(mesh.sizes[axis] for axis in self.axes)
+        num_bytes = item_size * math.prod(whole)
+        if all(whole[dim] % count == 0 for dim in self.moved_dims):
+            return num_bytes
+        local = list(whole)
+        for dim in self.moved_dims:
+            local[dim] = count * largest_part(local[dim], count)
         return item_size * math.prod(local)
+
+    @functools.cached_property
+    def moved_dims(self) -> frozenset[int]:
+        """The dims that are sharded on this step's axis before or behind it."""
+        dims = (shard_dim(self.source_type), shard_dim(self.target_type))
+        return frozenset(dim for dim in dims if dim is not None)
 
 
 def is_legal(step: Step, shape: tuple[int, ...], mesh: MeshShape) -> bool:

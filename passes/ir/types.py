@@ -34,6 +34,7 @@ def shard(dim: int) -> SpmdType:
 
 
 @functools.cache
+@functools.lru_cache(maxsize=1024)
 def shard_dim(spmd_type: SpmdType) -> int | None:
     """The dim that ``spmd_type`` shards, or None if it is R, I or P."""
     return int(spmd_type[2:-1]) if spmd_type.startswith("S(") else None

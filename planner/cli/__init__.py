@@ -23,6 +23,7 @@ from planner.cli.export_command import add_export
 from planner.cli.inspect_commands import add_diff, add_explain, add_report, add_robustness, add_trace, add_why_not
 from planner.cli.plan_command import add_plan
 from planner.cli.profile_command import add_profile
+from planner.cli.python_names import in_options
 from planner.cli.run_command import add_run
 from planner.cli.shared_options import Parser, add_plan_argument, add_solver_argument, count, price, subparser
 from planner.cli.sweep_command import add_sweep
@@ -64,6 +65,7 @@ def command() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    options = argparse.Namespace()
     try:
         options = _parser().parse_args(arguments)
         load_extensions()
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK):
             raise
-        print(f"planner: error: {one_line(error)}", file=sys.stderr)
+        print(f"planner: error: {in_options(one_line(error), options)}", file=sys.stderr)
         return 2
 
 

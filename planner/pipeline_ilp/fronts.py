@@ -16,6 +16,8 @@ Array = NDArray[np.float64]
 
 #: Seconds, bytes and index of each choice that a unit may take.
 Options = tuple[Array, Array, NDArray[np.int64]]
+#: The place of the only point of a front.
+_FIRST = np.zeros(1, dtype=np.int64)
 #: Larger fronts are thinned; ``Front.lost`` accounts for the error.
 _LARGEST_FRONT = 1000
 
@@ -44,6 +46,10 @@ class Front:
             return self  # nothing fits beside what does not
         if not len(choices):
             return Front(np.zeros(0), np.zeros(0), self.limit, self.lost, self, slot)
+        if len(self.seconds) == len(choices) == 1:  # as without a memory limit: nothing can dominate
+            seconds, sizes = self.seconds + option_seconds, self.sizes + option_sizes
+            within = _FIRST[: int(sizes[0] <= self.limit)]
+            return Front(seconds[within], sizes[within], self.limit, self.lost, self, slot, within, choices)
         seconds = (self.seconds[:, None] + option_seconds).ravel()
         sizes = (self.sizes[:, None] + option_sizes).ravel()
         order = _undominated(seconds, sizes, self.limit)
@@ -67,12 +73,10 @@ class Front:
 def _undominated(seconds: Array, sizes: Array, limit: float) -> NDArray[np.int64]:
     """Indices of the points of at most ``limit`` bytes that no other beats in both, fastest first."""
     # methods of arrays: these are mostly so small that numpy's functions around them would cost as much as they do
-    (order,) = (sizes <= limit).nonzero()
-    order = order[seconds[order].argsort(kind="stable")]
+    order = seconds.argsort(kind="stable")
     ordered = sizes[order]
-    fewer = np.empty(len(order), dtype=bool)
-    fewer[:1] = True
-    np.less(ordered[1:], np.minimum.accumulate(ordered)[:-1], out=fewer[1:])
+    fewer = ordered <= limit  # what is larger dominates nothing that is not
+    fewer[1:] &= ordered[1:] < np.minimum.accumulate(ordered)[:-1]
     order = order[fewer]
     # of points that are equally fast, in whatever order, the last is the smallest
     times = seconds[order]

@@ -5,9 +5,10 @@ The search calls both for every mesh shape that it might explore, so neither sol
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.memory_shortfall import memory_shortfall
-from planner.pipeline_ilp.stage_problem import StageProblem, folded
+from planner.pipeline_ilp.stage_problem import WAITS, StageProblem, folded
 from planner.pipeline_ilp.stage_program import in_rounds
 
 __all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_bounds"]
@@ -25,6 +26,7 @@ Array = NDArray[np.float64]
 #: Relative precision of bisections.
 _PRECISION = 1e-7
 _EXTREMES = np.maximum, np.minimum
+_NOTHING = np.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class TimeBounds:
     Attributes:
         load: of the largest load of a rank for one micro-batch.
         terms: pairs (times, rest): the whole step is at least times · (any bound of the largest load) + rest.
-        whole: with rounds, a second bound from units being whole: (micro-batches, rest, pairs (load, fill)). For some
-            pair the step is at least micro-batches · max(load, any bound of the largest load) + fill + rest.
+        whole: with rounds, a second bound from units being whole: (micro-batches, rest, (loads, fills)). For some pair
+            of these the step is at least micro-batches · max(load, any bound of the largest load) + fill + rest.
     """
 
     load: float
     terms: tuple[tuple[float, float], ...]
-    whole: tuple[float, float, tuple[tuple[float, float], ...]] = (0.0, 0.0, ())
+    whole: tuple[float, float, tuple[Array, Array]] = (0.0, 0.0, (_NOTHING, _NOTHING))
 
     @property
     def step(self) -> float:
@@ -50,8 +52,10 @@ class TimeBounds:
     def step_with(self, load: float) -> float:
         """Lower bound of the whole step, if the largest load is at least ``load``."""
         least = max(times * load + rest for times, rest in self.terms)
-        times, rest, pairs = self.whole
-        return max(least, min((times * max(load, pair_load) + fill for pair_load, fill in pairs), default=0.0) + rest)
+        times, rest, (loads, fills) = self.whole
+        if not len(loads):
+            return max(least, rest)
+        return max(least, float((times * np.maximum(load, loads) + fills).min()) + rest)
 
     def load_within(self, step: float) -> float:
         """The largest load that is possible in a step of ``step`` seconds."""
@@ -77,17 +81,17 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
     mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
     load = max(mean, bottleneck(problem, cheapest.tolist()))
-    whole: tuple[float, float, tuple[tuple[float, float], ...]] = (0.0, 0.0, ())
+    whole = 0.0, 0.0, (_NOTHING, _NOTHING)
     if in_rounds(problem):
         crossing = (
             min(run.receive_forward for run in problem.runs),
             min(run.receive_backward for run in problem.runs),
         )
-        load = max(load, fewest_rounds(problem, cheapest.tolist(), crossing)[0].load)
+        load = max(load, shortest_rounds(problem, cheapest.tolist(), crossing))
         rest = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
-        whole = float(problem.num_microbatches), rest, tuple(_filled_rounds(problem, cheapest.tolist(), crossing))
+        whole = float(problem.num_microbatches), rest, _filled_rounds(problem, cheapest.tolist(), crossing)
     terms = []
-    for base, weights, first in _weightings(problem):
+    for base, weights, first in _weightings(problem, figures):
         total = float(np.minimum.reduceat(weights @ figures, starts) @ counts)
         total += weights[0] * received[0] + weights[1] * received[1]
         reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
@@ -97,8 +101,8 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
 
 def _filled_rounds(
     problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float]
-) -> Iterator[tuple[float, float]]:
-    """Yield (seconds of ℓ, least fill) for every sum ℓ of the rounds' longest chunks, in units of the longest run.
+) -> tuple[Array, Array]:
+    """(seconds of ℓ, least fill) for every sum ℓ of the rounds' longest chunks, in units of the longest run.
 
     Round j whose longest chunk holds ρ(j) units has D(j) others, at most (p − 1)·ρ(j). With Σ ρ = ℓ there are N − ℓ
     others in all; the largest D is least where the ρ are as even as they can be, s = ℓ mod v of them one more than
@@ -107,33 +111,22 @@ def _filled_rounds(
     """
     p, v = problem.num_ranks, problem.num_chunks // problem.num_ranks
     count, cost = max(((run.count, unit) for run, unit in zip(problem.runs, seconds)), key=math.prod)
-    for units in range(-(-count // p), count + 1):
-        others, (units_per_round, more) = count - units, divmod(units, v)
-        most = others / v
-        if more:
-            most = max(most, (others - (v - more) * (p - 1) * units_per_round) / more)
-        received = (p - 1) * sum(crossing) - max(crossing)
-        yield units * cost + (v - 1) * sum(crossing), most * cost + received
+    units = np.arange(-(-count // p), count + 1, dtype=np.float64)
+    others, (units_per_round, more) = count - units, np.divmod(units, v)
+    most = others / v
+    rest = (others - (v - more) * (p - 1) * units_per_round) / np.maximum(more, 1)
+    most = np.where(more > 0, np.maximum(most, rest), most)
+    received = (p - 1) * sum(crossing) - max(crossing)
+    loads: Array = units * cost + (v - 1) * sum(crossing)
+    return loads, most * cost + received
 
 
 def _figures(problem: StageProblem) -> Array:
-    """One column for each choice of each run: forward, backward, W, communication of the last backward, update and
-    gather, and what the last backward waits (not with a split backward)."""
-    waits = not SCHEDULES[problem.schedule].splits_backward
-    return np.array(
-        [
-            (
-                costs.forward,
-                costs.backward,
-                costs.backward_weight,
-                costs.last_communication,
-                costs.update_step + costs.gather_step,
-                costs.last_wait if waits else 0.0,
-            )
-            for run in problem.runs
-            for costs in (choice.costs for choice in run.choices)
-        ]
-    ).T
+    """One column for each choice of each run (``UnitRun.figures``); nothing waits where backward passes are split."""
+    figures = np.concatenate([run.figures for run in problem.runs]).T
+    if SCHEDULES[problem.schedule].splits_backward:
+        figures[WAITS] = 0.0
+    return figures
 
 
 def _received(problem: StageProblem) -> tuple[float, float]:
@@ -145,7 +138,7 @@ def _received(problem: StageProblem) -> tuple[float, float]:
     )
 
 
-def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
+def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, Array, bool]]:
     """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
 
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
@@ -165,7 +158,6 @@ def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
         divisor = v if schedule.divided else 1
         times = m - 1 / divisor
         fills = [(1 / divisor, 1 / divisor, 0.0)]
-    figures = _figures(problem)
     tails = [(0.0, 0.0, 0.0)]  # (seconds that one of backward hides, of communication, of waiting)
     if figures[5].any():
         tails.append((0.0, 0.0, 1.0))
@@ -219,58 +211,95 @@ class Rounds:
     middle: int
 
 
+def shortest_rounds(problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float]) -> float:
+    """Seconds of the shortest division of ``fewest_rounds``: a lower bound of the load of any assignment."""
+    return float(_divisions(problem, seconds, crossing, hold=0).loads.min())
+
+
 def fewest_rounds(
     problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float], *, hold: int = 0, most: int = 1
 ) -> list[Rounds]:
     """The ``most`` shortest divisions of the longest run over rounds, if a unit of each run takes ``seconds``.
 
-    A round waits for its longest chunk, which holds whole units, so p equal units in a round take as long as one. For
-    ``hold`` = 0 the first load is a lower bound for any assignment.
+    A round waits for its longest chunk, which holds whole units, so p equal units in a round take as long as one.
 
     Args:
         crossing: seconds, forward and backward, to receive a boundary from another rank.
         hold: minimum number of units in every chunk that holds no end of the model; if positive, ties are broken in
             favour of the most equal rounds.
     """
+    divisions = _divisions(problem, seconds, crossing, hold=hold)
+    (first, last), loads, middle = divisions.ends, divisions.loads, divisions.middle
+    shortest = np.argsort(loads, axis=None)[:most]
+    inner = problem.num_chunks // problem.num_ranks - 2
+    if hold and inner and divisions.cost > 0:
+        heights = first[:, 0], last[:, 0]
+        each = middle / inner * divisions.cost
+        tallest, lowest = (pick(pick.outer(*heights), each) for pick in _EXTREMES)
+        shortest = np.lexsort(((tallest - lowest).ravel(), np.round(loads / divisions.cost, 6).ravel()))[:most]
+    return [
+        Rounds(float(loads[i, j]), _units(first[i]), _units(last[j]), int(middle[i, j]))
+        for i, j in zip(*np.unravel_index(shortest, loads.shape))
+        if math.isfinite(loads[i, j])
+    ]
+
+
+@dataclass(frozen=True)
+class _Divisions:
+    """Every pair of a first and a last round: (seconds of the longest chunk, units beside the model's end, units of
+    each other chunk) of each, units in the rounds between, and the load; ``cost`` is of one unit."""
+
+    ends: tuple[Array, Array]
+    middle: Array
+    loads: Array
+    cost: float
+
+
+def _divisions(
+    problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float], *, hold: int
+) -> _Divisions:
     ranks, inner = problem.num_ranks, problem.num_chunks // problem.num_ranks - 2
     runs = [(run.count, cost) for run, cost in zip(problem.runs, seconds)]
     longest = max(range(len(runs)), key=lambda run: runs[run][0] * runs[run][1])
     count, cost = runs[longest]
     everywhere = (inner + 2) * sum(crossing)
     if cost <= 0:
-        return [Rounds(everywhere, (0, 0), (0, 0), count)]
+        return _Divisions(
+            (np.zeros((1, 3)), np.zeros((1, 3))), np.full((1, 1), count), np.full((1, 1), everywhere), cost
+        )
     ends = []
     for other, received in ((0, crossing[0]), (len(runs) - 1, crossing[1])):
         bare = other == longest  # the model's ends receive nothing from outside
-        end_rounds = _end_rounds(ranks, count, cost, (0.0 if bare else runs[other][1]) - received)
-        ends.append([row for row in end_rounds if row[2] >= hold and row[1] >= (hold if bare else 0)])
-    first, last = (np.array(rows, dtype=float).reshape(-1, 3) for rows in ends)
+        rows = _end_rounds(ranks, count, cost, (0.0 if bare else runs[other][1]) - received)
+        if hold:
+            rows = rows[(rows[:, 2] >= hold) & (rows[:, 1] >= (hold if bare else 0))]
+        ends.append(rows)
+    first, last = ends
     room = [end[:, 1] + (ranks - 1) * end[:, 2] for end in (first, last)]
     rest = np.ceil(np.maximum(0.0, count - room[0][:, None] - room[1]) / ranks)
     middle = np.maximum(rest, inner * hold)
     loads = first[:, 0][:, None] + last[:, 0] + middle * cost + everywhere
     if not inner:
         loads = np.where(rest > 0, np.inf, loads)
-    shortest = np.argsort(loads, axis=None)[:most]
-    if hold and inner:
-        tallest, lowest = (pick(pick.outer(first[:, 0], last[:, 0]), middle / inner * cost) for pick in _EXTREMES)
-        shortest = np.lexsort(((tallest - lowest).ravel(), np.round(loads / cost, 6).ravel()))[:most]
-    return [
-        Rounds(float(loads[i, j]), ends[0][i][1:], ends[1][j][1:], int(middle[i, j]))
-        for i, j in zip(*np.unravel_index(shortest, loads.shape))
-        if math.isfinite(loads[i, j])
-    ]
+    return _Divisions((first, last), middle, loads, cost)
 
 
-def _end_rounds(ranks: int, count: int, cost: float, end: float) -> list[tuple[float, int, int]]:
-    """Possible (seconds of the longest chunk, units beside the model's end, units of each other chunk) of a round."""
+def _units(end: Array) -> tuple[int, int]:
+    """Units beside the model's end, and of each other chunk of its round."""
+    return int(end[1]), int(end[2])
+
+
+@functools.lru_cache(maxsize=64)
+def _end_rounds(ranks: int, count: int, cost: float, end: float) -> Array:
+    """Possible (seconds of the longest chunk, units beside the model's end, units of each other chunk) of a round, a
+    row each."""
     rounds = set()
     for units in range(-(-count // (ranks - 1)) + 1 + max(0, math.ceil(end / cost))):
         if units * cost >= end:
             rounds.add((units * cost, math.floor((units * cost - end) / cost + 1e-9), units))
         if end + units * cost >= 0:
             rounds.add((end + units * cost, units, math.floor((end + units * cost) / cost + 1e-9)))
-    return sorted(rounds)
+    return np.array(sorted(rounds), dtype=float).reshape(-1, 3)
 
 
 def _stages(runs: Sequence[tuple[int, float]], limit: float, num_stages: int) -> bool:

@@ -42,6 +42,16 @@ class Lattice:
     index: dict[Placement, int]
     arcs: tuple[Arc, ...]
 
+    @functools.cached_property
+    def incidence(self) -> list[tuple[list[int], list[float]]]:
+        """By node, the places of arcs that touch it, and 1 for those that lead to it, -1 for those that leave it."""
+        incidence: list[tuple[list[int], list[float]]] = [([], []) for _ in self.placements]
+        for place, arc in enumerate(self.arcs):
+            for node, sign in ((arc.target, 1.0), (arc.source, -1.0)):
+                incidence[node][0].append(place)
+                incidence[node][1].append(sign)
+        return incidence
+
 
 def types_used(
     value: Value, placements: Iterable[Placement], *, settled: Collection[int] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +50,14 @@ class Option:
     sent: tuple[Collective, ...] = ()
     shared: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def communication(self) -> tuple[float, float]:
+        if not self.collectives:
+            return 0.0, 0.0
         forward = sum(item.seconds for item in self.collectives if item.phase == "forward")
         return forward, sum(item.seconds for item in self.collectives if item.phase != "forward")
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         return sum(self.compute) + sum(self.communication)
 

@@ -57,7 +57,7 @@ class Pricing:
         self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
         self._collectives: dict[tuple[str, int, str], float] = {}
         self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
-        self._step_bytes: dict[tuple[tuple[int, ...], str, Placement, Placement], int] = {}
+        self._shapes: dict[tuple[tuple[int, ...], Placement], tuple[int, ...]] = {}
 
     def collective(self, collective: str, num_bytes: int, axis: str) -> float:
         key = (collective, num_bytes, axis)
@@ -71,12 +71,14 @@ class Pricing:
 
     def step_bytes(self, step: Step, value: Value) -> int:
         """Bytes that a step's collectives move, see ``Step.num_bytes``."""
-        key = (value.shape, value.dtype, step.source, step.target)
-        num_bytes = self._step_bytes.get(key)
-        if num_bytes is None:
-            num_bytes = step.num_bytes(value.shape, ITEM_SIZE[value.dtype], self.mesh)
-            self._step_bytes[key] = num_bytes
-        return num_bytes
+        return step.num_bytes_of(self._local_shape(value.shape, step.whole), ITEM_SIZE[value.dtype], self.mesh)
+
+    def _local_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+        key = (shape, placement)
+        local = self._shapes.get(key)
+        if local is None:
+            local = self._shapes[key] = largest_local_shape(shape, placement, self.mesh)
+        return local
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         """Seconds of one conversion step, forward and backward (backward as if a gradient came)."""

@@ -211,17 +211,17 @@ def add_flow(
     ``source`` and ``target`` are (node of the lattice, column of the option that gives or needs it).
     """
     columns = program.variables(len(lattice.arcs))
-    terms: list[list[tuple[int, float]]] = [[] for _ in lattice.placements]
-    for node, column in source:
-        terms[node].append((column, 1.0))
-    for node, column in target:
-        terms[node].append((column, -1.0))
-    for column, arc in zip(columns, lattice.arcs):
-        terms[arc.target].append((column, 1.0))
-        terms[arc.source].append((column, -1.0))
-    for row in terms:
+    terms: list[tuple[list[int], list[float]]] = [([], []) for _ in lattice.placements]
+    for ends, sign in ((source, 1.0), (target, -1.0)):
+        for node, column in ends:
+            terms[node][0].append(column)
+            terms[node][1].append(sign)
+    first = columns.start
+    for (row, signs), (places, directions) in zip(terms, lattice.incidence):
+        row += [first + place for place in places]
+        signs += directions
         if row:
-            program.row(row, lower=0.0, upper=0.0)
+            program.row_of(row, signs, lower=0.0, upper=0.0)
     return columns
 
 
@@ -234,11 +234,11 @@ def add_sharing(
     used: list[list[int]],
 ) -> None:
     """(share): w[v,g,a] ≥ y[u,a] for the uses of one group; w takes the cost, and is y itself if g is one use."""
-    program = ilp.program
+    program, alone = ilp.program, flows[0] if len(flows) == 1 else None
     for position, arc in enumerate(lattice.arcs):
         cost = forward * arc.forward + backward * arc.backward
-        if len(flows) == 1:
-            column = flows[0][position]
+        if alone is not None:
+            column = alone[position]
             program.costs[column] += cost
         elif cost == 0.0 and not arc.memory:
             continue

@@ -30,6 +30,7 @@ def solve_nearly_integral(
 
 
 def _is_fractional(program: LinearProgram, values: Sequence[float]) -> bool:
-    return any(
-        is_integer and abs(value - round(value)) > INTEGRAL for is_integer, value in zip(program.integers, values)
-    )
+    import numpy as np
+
+    integers = np.array(values)[np.array(program.integers, dtype=bool)]
+    return bool((np.abs(integers - integers.round()) > INTEGRAL).any())

@@ -10,6 +10,7 @@ the certificate.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import time
@@ -290,7 +291,11 @@ class Search(CandidateProblems):
 
     def _next(self, entry: SearchEntry, bound: float, **changes: Any) -> SearchEntry:
         """``entry`` one stage further."""
-        return replace(entry, bound=max(entry.bound, bound), order=next(self.order), stage=entry.stage + 1, **changes)
+        following = copy.copy(entry)
+        following.bound, following.order, following.stage = max(entry.bound, bound), next(self.order), entry.stage + 1
+        for name, value in changes.items():
+            setattr(following, name, value)
+        return following
 
     def _bound(self, entry: SearchEntry, seconds: float) -> float:
         """Lower bound of the step if a micro-batch takes ``seconds`` beside recomputation."""

@@ -29,7 +29,8 @@ class CandidateProblems:
     def links_on(self, layout: MeshLayout) -> Links:
         """The prices of a layout."""
         if layout not in self.links:
-            self.links[layout] = Links.of(self.cluster, layout)
+            is_alike = not self.cluster.has_unequal_devices and self.level_one.cluster is self.cluster
+            self.links[layout] = self.level_one.links_on(layout) if is_alike else Links.of(self.cluster, layout)
         return self.links[layout]
 
     def zero_layouts(self, layout: MeshLayout) -> tuple[MeshLayout, ...]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,13 +238,14 @@ class _Planner:
 
     def chosen_of(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution; if that is not proved, of a search with a smaller gap."""
-        best, others = self.judged(cluster, demands, search, outcome)
+        experts = _data_experts(search, cluster, demands)
+        best, others = self.judged(demands, search, outcome, experts)
         gap = _gap_to_prove(best, outcome)
         if gap is not None:
             search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
-            best, others = self.judged(cluster, demands, search, outcome)
+            best, others = self.judged(demands, search, outcome, experts)
         if outcome.status != TIME_LIMIT:
-            best = self.lightest(cluster, demands, search, outcome, best, others)
+            best = self.lightest(demands, search, outcome, experts, best, others)
         plan = extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
         self.solutions[id(plan.step)] = plan, best.solution
         return plan
@@ -264,27 +265,34 @@ class _Planner:
         return search, dataclasses.replace(again, solutions=solutions, bound=max(outcome.bound, again.bound))
 
     def lightest(
-        self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome, best: Judged, others: list[Judged]
+        self,
+        demands: Demands,
+        search: Search,
+        outcome: Outcome,
+        experts: Sequence[Judged],
+        best: Judged,
+        others: list[Judged],
     ) -> Judged:
         """``best``, or a solution in less memory: within half the gap, still proved, no slower than an expert."""
-        experts = [expert.report.seconds for expert in _data_experts(search, cluster, demands)]
         tie = 1.0 + demands.gap / 2
         proved = max(best.solution.seconds, outcome.bound / (1.0 - ROUNDED * PROVED))
         slowest = min(best.solution.seconds * tie, proved)
-        simulated = max(best.report.seconds, min([best.report.seconds * tie, *experts]))
+        simulated = max(
+            best.report.seconds, min([best.report.seconds * tie, *(expert.report.seconds for expert in experts)])
+        )
         lighter = lightest(search, best, others, slowest=slowest, simulated=simulated)
         return lighter if fits_on_host(search, lighter.solution) else best
 
     def judged(
-        self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome
+        self, demands: Demands, search: Search, outcome: Outcome, experts: Sequence[Judged]
     ) -> tuple[Judged, list[Judged]]:
         """Simulate the solutions: the fastest, or an expert's if that is faster, and the others."""
         num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
         near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
         judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
         plain = [judge(each) for solved in judged for each in plainer(solved.solution) if fits_on_host(search, each)]
-        experts = [each for each in _data_experts(search, cluster, demands) if fits_on_host(search, each.solution)]
-        best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
+        fitting = [each for each in experts if fits_on_host(search, each.solution)]
+        best = min([_best([*judged, *plain], outcome.bound), *fitting], key=lambda each: each.report.seconds)
         others = [each for each in judged if each is not best]
         further = outcome.solutions[len(judged) : len(judged) + max(0, CLOSEST - len(others))]
         return best, [*others, *map(judge, further)]
@@ -320,10 +328,9 @@ class _Planner:
         return best
 
 
-def _data_experts(search: Search, cluster: Cluster, demands: Demands) -> Iterator[Judged]:
+def _data_experts(search: Search, cluster: Cluster, demands: Demands) -> list[Judged]:
     """Experts' layouts that divide only data; on unequal devices, for which there are none, nothing."""
-    if not cluster.has_unequal_devices:
-        yield from data_experts(search.level_one, cluster, demands)
+    return [] if cluster.has_unequal_devices else list(data_experts(search.level_one, cluster, demands))
 
 
 def _best(judged: list[Judged], bound: float) -> Judged:

@@ -10,19 +10,23 @@ from planner.whole_step.candidates.candidates import Candidate, Family
 from planner.whole_step.costs.level_one import Sharded
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class SearchEntry:
-    """A candidate, or all of a family, with its bound and how far it has come."""
+    """A candidate, or all of a family, with its bound and how far it has come; in the order of ``bound``, ``order``."""
 
     bound: float
     order: int
-    candidate: Candidate = field(compare=False)
-    stage: int = field(compare=False, default=0)
-    problem: StageProblem | None = field(compare=False, default=None)
-    sharded: Sharded | None = field(compare=False, default=None)
-    weight: float = field(compare=False, default=0.0)
-    recompute: float = field(compare=False, default=0.0)
-    effort: float = field(compare=False, default=0.0)
+    candidate: Candidate
+    stage: int = 0
+    problem: StageProblem | None = None
+    sharded: Sharded | None = None
+    weight: float = 0.0
+    recompute: float = 0.0
+    effort: float = 0.0
     #: Where the entry stands for all candidates of a family.
-    family: Family | None = field(compare=False, default=None)
-    proofs: Proofs = field(compare=False, default_factory=dict)
+    family: Family | None = None
+    proofs: Proofs = field(default_factory=dict)
+
+    def __lt__(self, other: SearchEntry) -> bool:
+        # not by tuples, as ``order=True`` compares: a search compares a hundred thousand times
+        return self.order < other.order if self.bound == other.bound else self.bound < other.bound

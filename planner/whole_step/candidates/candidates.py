@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Candidate:
     schedule: str
     chunks_per_rank: int
 
-    @property
+    @functools.cached_property
     def cut(self) -> Cut:
         pieces = self.layout.data * self.num_microbatches
         return Cut(pieces, self.layout.context, self.layout.tensor, self.layout.expert)

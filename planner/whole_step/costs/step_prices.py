@@ -82,6 +82,52 @@ class StepPrices(Protocol):
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
 
 
+@dataclass(frozen=True)
+class _OperatorFacts:
+    """What an operator's price depends on beside its choice.
+
+    Attributes:
+        node: kept, as facts are remembered by its id.
+        written, read: the outputs that are written and the inputs that are read: place, value.
+        table: the input of which only rows are read, if it is one of these.
+        with_gradient: the inputs that are read and have a gradient, as often as they are taken.
+        grads: names of all inputs that have one.
+        has_odd_rows: a matrix product whose whole operands have odd rows.
+    """
+
+    node: Node
+    is_view: bool
+    is_experts: bool
+    kind: str
+    written: tuple[tuple[int, Value], ...]
+    read: tuple[tuple[int, Value], ...]
+    table: str | None
+    with_gradient: tuple[tuple[int, Value], ...]
+    grads: tuple[str, ...]
+    has_odd_rows: bool
+
+    @staticmethod
+    def of(node: Node, values: Mapping[str, Value], fusion: Fusion) -> _OperatorFacts:
+        kind, is_mixture = kind_of(node), is_experts(node)
+        taken = [(place, values[name]) for place, name in enumerate(node.inputs)]
+        read = [(place, value) for place, value in taken if (node.name, value.name) not in fusion.reads]
+        is_odd = False
+        if kind == MATMUL and not is_mixture and not is_view(node):
+            is_odd = has_odd_rows(matmul_shape(node, [value.shape for _, value in taken], node.output.shape))
+        return _OperatorFacts(
+            node=node,
+            is_view=is_view(node),
+            is_experts=is_mixture,
+            kind=kind,
+            written=tuple((at, value) for at, value in enumerate(node.outputs) if value.name not in fusion.writes),
+            read=tuple({value.name: (place, value) for place, value in read}.values()),
+            table=table_read_by_rows(node),
+            with_gradient=tuple((place, value) for place, value in read if value.requires_grad),
+            grads=tuple(name for name in dict.fromkeys(node.inputs) if values[name].requires_grad),
+            has_odd_rows=is_odd,
+        )
+
+
 class StepPricing(Pricing):
     """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
 
@@ -104,6 +150,7 @@ class StepPricing(Pricing):
         self.prices = cost_model
         self.states = states
         self.fusion = fusion
+        self._facts: dict[int, _OperatorFacts] = {}
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         if value.name in self.unconverted:
@@ -138,20 +185,17 @@ class StepPricing(Pricing):
         live: bool,
     ) -> tuple[float, float]:
         """Seconds of one operator, forward and backward, by its kind and local shape."""
-        if is_view(node):
+        facts = self._facts_of(node, values)
+        if facts.is_view:
             return 0.0, 0.0
-        kind = kind_of(node)
-        written = sum(
-            self.local_bytes(value, where)
-            for value, where in zip(node.outputs, outputs)
-            if value.name not in self.fusion.writes
-        )
-        read = self._read(node, values, inputs, written)
+        kind = facts.kind
+        written = sum(self.local_bytes(value, outputs[place]) for place, value in facts.written)
+        read = self._read(facts, inputs, written)
         dtype = node.output.dtype
-        grads = [name for name in dict.fromkeys(node.inputs) if values[name].requires_grad] if live else []
+        grads = facts.grads if live else ()
         price = self.prices.compute_seconds
         num_bytes, local_flops = written + read, flops / cut
-        if is_experts(node):
+        if facts.is_experts:
             return self._experts(node, values, inputs, written, flops=local_flops, live=bool(grads))
         if kind == MATMUL:
             return self._product(node, values, inputs, outputs, flops=local_flops, num_bytes=num_bytes, grads=grads)
@@ -169,12 +213,15 @@ class StepPricing(Pricing):
             return forward, 0.0
         if flops:
             return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
-        gradient_bytes = sum(
-            self.local_bytes(values[name], where)
-            for name, where in zip(node.inputs, inputs)
-            if values[name].requires_grad and (node.name, name) not in self.fusion.reads
-        )
+        gradient_bytes = sum(self.local_bytes(value, inputs[place]) for place, value in facts.with_gradient)
         return forward, price(flops=0.0, num_bytes=num_bytes + gradient_bytes, dtype=dtype, kind=kind)
+
+    def _facts_of(self, node: Node, values: Mapping[str, Value]) -> _OperatorFacts:
+        """What is the same for all choices of an operator, worked out once."""
+        facts = self._facts.get(id(node))
+        if facts is None:
+            facts = self._facts[id(node)] = _OperatorFacts.of(node, values, self.fusion)
+        return facts
 
     def _product(
         self,
@@ -276,16 +323,12 @@ class StepPricing(Pricing):
         )
         return math.prod(query[:-2]), query[-2], key[-2], query[-1]
 
-    def _read(self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], written: int) -> int:
-        read = {
-            name: self.local_bytes(values[name], where)
-            for name, where in zip(node.inputs, inputs)
-            if (node.name, name) not in self.fusion.reads
-        }
-        table = table_read_by_rows(node)
-        if table in read:
-            read[table] = min(read[table], written)
-        return sum(read.values())
+    def _read(self, facts: _OperatorFacts, inputs: Sequence[Placement], written: int) -> int:
+        total = 0
+        for place, value in facts.read:
+            num_bytes = self.local_bytes(value, inputs[place])
+            total += min(num_bytes, written) if value.name == facts.table else num_bytes
+        return total
 
     def _matmul(
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], outputs: Sequence[Placement]
@@ -294,9 +337,8 @@ class StepPricing(Pricing):
         parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
         output = local_shape(node.output.shape, outputs[0], self.mesh)
         part = matmul_shape(node, parts, output)
-        whole = matmul_shape(node, [values[name].shape for name in node.inputs], node.output.shape)
         exchange = row_exchange(part, parts[0], output) if node.op == LINEAR else RowExchange(part, 1, (0.0, 0.0))
-        return exchange, has_odd_rows(part) or has_odd_rows(whole)
+        return exchange, has_odd_rows(part) or self._facts_of(node, values).has_odd_rows
 
 
 def forms_scores(node: Node) -> bool:

@@ -83,8 +83,9 @@ def with_tied_copies(figures: Sequence[UnitFigures], *, ends_together: bool = Fa
     last = len(figures) - 1
 
     def held_apart(weight: Weight) -> Weight:
-        together = ends_together and 0 in weight.uses
-        return replace(weight, uses=type(weight.uses)(use for use in weight.uses if not together or use != last))
+        if not (ends_together and 0 in weight.uses and last in weight.uses):
+            return weight
+        return replace(weight, uses=type(weight.uses)(use for use in weight.uses if use != last))
 
     own = [tuple(map(held_apart, unit_figures.weights)) for unit_figures in figures]
     tied = [weight for weights in own for weight in weights if len(weight.uses) > 1]
@@ -118,8 +119,9 @@ def _choices(figures: UnitFigures, setting: StageSetting) -> Iterator[UnitChoice
     if setting.layout.group == 1 or not any(weight.trainable for weight in figures.weights):
         stages = stages[:1]  # nothing to divide, or nobody to divide it with: all stages are the same
     allowed = [policy for policy in figures.policies if policy.name in setting.recompute]
+    pieces = {divides: traffic(figures, setting, divides=divides) for divides in {stage > 0 for stage in stages}}
     for stage in stages:
-        zero = _zero(figures, stage, setting)
+        zero = _zero(figures, stage, setting, pieces[stage > 0])
         for policy in allowed or figures.policies[:1]:
             yield UnitChoice(label=(policy.name, f"zero-{stage}"), costs=_costs(figures, policy, zero, setting))
 
@@ -153,7 +155,8 @@ def seconds_by_cause(figures: UnitFigures, label: tuple[str, str], setting: Stag
     """What the seconds of the choice (recompute policy, ``zero-<stage>``) of a unit are made of."""
     name, stage = label
     policy = next(policy for policy in figures.policies if policy.name == name)
-    zero = _zero(figures, int(stage.removeprefix("zero-")), setting)
+    level = int(stage.removeprefix("zero-"))
+    zero = _zero(figures, level, setting, traffic(figures, setting, divides=level > 0))
     parts = LayerSeconds(
         compute_forward=figures.compute[0] * setting.forward_passes,
         compute_backward=figures.compute[1],
@@ -191,12 +194,12 @@ def _contention(forward: float, backward: float, zero: _Zero, setting: StageSett
     return slowdown * min(forward, zero.gather_forward), slowdown * (every_time + once)
 
 
-def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
+def _zero(figures: UnitFigures, stage: int, setting: StageSetting, pieces: Sequence[Traffic]) -> _Zero:
     """Costs by ZeRO stage: 0 all-reduces gradients once a step; 1 reduce-scatters them once a step and gathers
     parameters after the update; 2 and 3 reduce-scatter in every micro-batch; 3 gathers parameters before each use.
 
     Groups that hold the same pieces sum their gradients once a step."""
-    several, pieces = setting.num_microbatches > 1, traffic(figures, setting, stage=stage)
+    several = setting.num_microbatches > 1
     whole, gradients = (sum(getattr(piece, name) for piece in pieces) for name in ("whole", "gradients"))
     tied = sum(piece.tied for piece in pieces)
     gather = sum(piece.over_group("all_gather", piece.whole) for piece in pieces) if stage else 0.0
@@ -271,13 +274,13 @@ class Traffic:
         return self.prices.collective_seconds("all_reduce", num_bytes=pieces, axis=REPLICAS)
 
 
-def traffic(figures: UnitFigures, setting: StageSetting, *, stage: int) -> tuple[Traffic, ...]:
-    """What is gathered and reduced of one copy of a unit under a ZeRO stage: together or, on an axis ``ep``, experts
-    and the rest."""
+def traffic(figures: UnitFigures, setting: StageSetting, *, divides: bool) -> tuple[Traffic, ...]:
+    """What is gathered and reduced of one copy of a unit, under ZeRO 0 or a stage that ``divides``: together or, on an
+    axis ``ep``, experts and the rest."""
     layout, links = setting.layout, setting.links
 
     def held(weights: Sequence[Weight], *, expert: bool) -> Traffic:
-        if not stage:
+        if not divides:
             prices = links.expert_group if expert else links.group
             return _traffic(weights, figures.unit.count, prices, layout.group_of(expert=expert), setting)
         prices = links.expert_pieces if expert else links.pieces

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cost_models.dtypes import item_size
-from passes.autograd.peak import working_peak
+from passes.autograd.peak import Lifetimes
 from passes.autograd.recompute_policies import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
@@ -52,6 +52,14 @@ class StepUnits:
     offload: bool = False
     chunked: ChunkedUnits | None = None
     chunked_activations: Activations | None = None
+    _lifetimes: dict[tuple[object, ...], Lifetimes] = field(default_factory=dict, compare=False, repr=False)
+
+    def lifetimes(self, activations: Activations, nodes: tuple[str, ...], policy: str) -> Lifetimes:
+        """When the storages of a unit's ``nodes`` are made and freed, computed once; ``activations``: one of ours."""
+        key = (activations is self.chunked_activations, nodes, policy)
+        if key not in self._lifetimes:
+            self._lifetimes[key] = Lifetimes(activations, nodes, policy, compiled=self.compiled)
+        return self._lifetimes[key]
 
     @property
     def logits(self) -> frozenset[str]:
@@ -331,14 +339,8 @@ class _FigureReader:
         again = 0.0 if keep_copies else sum(seconds for _, seconds in copies.values())
         if base == "full":
             again = sum(option.communication[0] for option in options) + self._forward_communication(index)
-        peak = working_peak(
-            way.activations,
-            way.nodes,
-            base,
-            local_bytes=self._local_bytes,
-            extra_bytes=self._extra_bytes,
-            compiled=self.step_units.compiled,
-        )
+        lifetimes = self.step_units.lifetimes(way.activations, way.nodes, base)
+        peak = lifetimes.peak(local_bytes=self._local_bytes, extra_bytes=self._extra_bytes)
         peak += exchanged
         if name == ON_HOST:
             staying = sum(self._local_bytes(self.values[root]) for root in roots if root in unit.carried)
