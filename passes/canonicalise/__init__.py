@@ -29,6 +29,7 @@ from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gathered_experts import name_gathered_experts
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
+from passes.canonicalise.instance_norm import write_out_running_statistics
 from passes.canonicalise.joined_pieces import unite_pieces
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.lists_of_one import unpack_lists_of_one
@@ -88,6 +89,7 @@ def canonicalise(
     fix_sizes(module)
     write_out_random_operators(module)
     write_out_batch_norm(module)
+    write_out_running_statistics(module)
     write_out_embedding_bags(module)
     separate_loss_reductions(module)
     replace_out_arguments(module)
