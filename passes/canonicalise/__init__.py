@@ -38,6 +38,7 @@ from passes.canonicalise.narrow_logits import read_narrow_logits
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.out_arguments import replace_out_arguments
 from passes.canonicalise.parameter_writes import WRITES
+from passes.canonicalise.picked_entries import gather_picked_entries
 from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.repeated_rows import expand_repeated_rows
@@ -116,6 +117,7 @@ def canonicalise(
     route_dense_experts(module)
     sum_weighted_counts(module)
     view_counted_lookups(module)
+    gather_picked_entries(module)
     expand_repeated_rows(module)
     drop_dead_code(module)
     read_narrow_logits(module)
