@@ -104,6 +104,7 @@ class StepPricing(Pricing):
         self.prices = cost_model
         self.states = states
         self.fusion = fusion
+        self._computed: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         if value.name in self.unconverted:
@@ -137,9 +138,39 @@ class StepPricing(Pricing):
         cut: float,
         live: bool,
     ) -> tuple[float, float]:
-        """Seconds of one operator, forward and backward, by its kind and local shape."""
+        """Seconds of one operator, forward and backward; alike ones, as those of equal layers, are priced once."""
         if is_view(node):
             return 0.0, 0.0
+        key = (*self._likeness(node, values), tuple(inputs), tuple(outputs), flops, cut, live)
+        seconds = self._computed.get(key)
+        if seconds is None:
+            seconds = self._seconds(node, values, inputs, outputs, flops=flops, cut=cut, live=live)
+            self._computed[key] = seconds
+        return seconds
+
+    def _likeness(self, node: Node, values: Mapping[str, Value]) -> tuple[object, ...]:
+        """All that the price of an operator depends on but how it is cut."""
+        reads, writes, names = self.fusion.reads, self.fusion.writes, node.inputs
+        operands = tuple(
+            (value.shape, value.dtype, value.requires_grad, names.index(name), (node.name, name) in reads)
+            for name in names
+            for value in (values[name],)
+        )
+        results = tuple((value.shape, value.dtype, value.name in writes) for value in node.outputs)
+        return node.op, node.constants, operands, results
+
+    def _seconds(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        cut: float,
+        live: bool,
+    ) -> tuple[float, float]:
+        """``compute`` of an operator that is no view, by its kind and local shape."""
         kind = kind_of(node)
         written = sum(
             self.local_bytes(value, where)
