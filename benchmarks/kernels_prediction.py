@@ -21,7 +21,8 @@ from passes.ir.graph import Node, Ref, Value
 from passes.ir.types import MeshShape, R
 from passes.rules import forward_flops
 from passes.rules.kinds import MATMUL, kind_of
-from planner.whole_step.costs.step_prices import Fusion, StepPricing
+from planner.whole_step.costs.operator_facts import Fusion
+from planner.whole_step.costs.step_prices import StepPricing
 
 _MESH = MeshShape(("dp", "cp", "tp"), (1, 1, 1))
 _WHOLE = (R, R, R)

@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import rules_samples_layers  # noqa: F401  (registers its samplers)
+import rules_samples_matrices  # noqa: F401  (registers its samplers)
 import rules_samples_parts  # noqa: F401  (registers its samplers)
 import rules_samples_signals  # noqa: F401  (registers its samplers)
 import torch

@@ -40,11 +40,27 @@ DUAL = {R: P, P: R, I: I}
 LETTERS = {R: spmd.R, I: spmd.I, P: spmd.P}
 
 
+#: Special functions that torch has no derivative of.
+WITHOUT_DERIVATIVE = [
+    "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0", "modified_bessel_i1",
+    "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
+    "spherical_bessel_j0",
+]  # fmt: skip
+
 #: Operands that a float operator has no derivative for: places among its tensors (from the end if negative), or None
 #: for all of them.
 WITHOUT_GRADIENT: dict[str, tuple[int, ...] | None] = {
     "aten.bernoulli.default": None,
-    **dict.fromkeys(("aten.floor_divide.default", "aten.heaviside.default"), None),
+    **dict.fromkeys(("aten.floor_divide.default", "aten.heaviside.default", "aten.histc.default"), None),
+    **dict.fromkeys(("aten.nextafter.default", "aten.linalg_ldl_factor.default"), None),
+    **{f"aten.special_{name}.default": None for name in WITHOUT_DERIVATIVE},
+    # ambiguous by a phase, which a loss must not depend on
+    "aten.linalg_eig.default": None,
+    **dict.fromkeys(("aten.igamma.default", "aten.igammac.default", "aten.special_zeta.default"), (0,)),
+    **dict.fromkeys(("aten.margin_ranking_loss.default", "aten.cosine_embedding_loss.default"), (2,)),
+    "aten.hinge_embedding_loss.default": (1,),
+    "aten.multi_margin_loss.default": (2,),
+    "aten.instance_norm.default": (3, 4),
     **dict.fromkeys(("aten.copy.default", "aten.copy_.default"), None),
     "aten.batch_norm.default": (-2, -1),
     "aten.binary_cross_entropy.default": (1, 2),

@@ -90,16 +90,20 @@ DOMAINS = {
     **dict.fromkeys(("logit", "special_entr"), (0.05, 0.95)),
     **dict.fromkeys(("digamma", "lgamma", "log", "log10", "log1p", "log2", "rsqrt", "sqrt", "reciprocal"), (0.3, 3.0)),
     **dict.fromkeys(("pow", "float_power", "xlogy", "polar", "hypot", "atan2", "i0", "special_i0"), (0.3, 3.0)),
-    "acosh": (1.1, 3.0), "special_log1p": (0.0, 1.0),
+    "acosh": (1.1, 3.0), "special_log1p": (0.0, 1.0), "special_ndtri": (0.05, 0.95),
+    **dict.fromkeys(("special_bessel_y0", "special_bessel_y1", "special_modified_bessel_k0", "special_zeta",
+                     "special_modified_bessel_k1", "special_scaled_modified_bessel_k0", "special_xlog1py", "igamma",
+                     "special_scaled_modified_bessel_k1", "polygamma", "igammac"), (1.1, 3.0)),
+    "mvlgamma": (1.1, 3.0),
 }  # fmt: skip
 INTEGERS = {"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__", "__lshift__",
-            "__rshift__"}  # fmt: skip
+            "__rshift__", "gcd", "lcm"}  # fmt: skip
 COMPLEX = {"imag", "_conj"}
 BOOLEANS = {"logical_not", "logical_and", "logical_or", "logical_xor"}
 #: Values of the arguments that a pointwise operator requires beside its tensors.
 SCALARS: dict[str, Any] = {"exponent": 2.5, "other": 0.3, "value": -0.5, "dtype": torch.float32,
                            "threshold": 0.1, "fill_value": 2.0, "weight": 0.3, "min": -0.4, "max": 0.6, "self": 1.5,
-                           "device": "cpu", "layout": torch.strided}  # fmt: skip
+                           "device": "cpu", "layout": torch.strided, "n": 1, "p": 2}  # fmt: skip
 
 
 def _pointwise(op: str) -> Sampler:

@@ -261,3 +261,68 @@ def binary_loss(draw: Draw) -> Arguments:
     shape = draw.shape(1, 3)
     weight = draw.between(0.5, 1.0, *shape) if draw.flag() else None
     return (draw.between(0.1, 0.9, *shape), draw.between(0.1, 0.9, *shape), weight), {"reduction": draw.int(0, 2)}
+
+
+def _signs(draw: Draw, *shape: int) -> torch.Tensor:
+    return 2.0 * draw.integers(0, 2, *shape).double() - 1.0
+
+
+@sampler("margin_ranking_loss")
+def ranking_loss(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 2)
+    return (draw.normal(*shape), draw.normal(*draw.broadcast(shape)), _signs(draw, *shape), 0.1, 0), {}
+
+
+@sampler("hinge_embedding_loss")
+def hinge_loss(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 2)
+    return (draw.normal(*shape), _signs(draw, *shape), 1.0, 0), {}
+
+
+@sampler("poisson_nll_loss")
+def poisson_loss(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 2)
+    return (draw.normal(*shape), draw.between(0.1, 3.0, *shape), True, False, 1e-8, 0), {}
+
+
+@sampler("triplet_margin_loss")
+def triplet_loss(draw: Draw) -> Arguments:
+    shape = (*draw.shape(1, 2), 3)
+    return (*(draw.normal(*shape) for _ in range(3)), 1.0, 2.0, 1e-6, draw.flag(), 0), {}
+
+
+@sampler("cosine_embedding_loss")
+def cosine_loss(draw: Draw) -> Arguments:
+    batch = draw.size()
+    return (draw.normal(batch, 3), draw.normal(batch, 3), _signs(draw, batch), 0.1, 0), {}
+
+
+@sampler("multi_margin_loss")
+def multi_margin_loss(draw: Draw) -> Arguments:
+    batch = draw.size()
+    weight = draw.between(0.5, 1.0, 3) if draw.flag() else None
+    return (draw.normal(batch, 3), draw.integers(0, 3, batch), 1, 1.0, weight, 0), {}
+
+
+@sampler("multilabel_margin_loss")
+def multilabel_loss(draw: Draw) -> Arguments:
+    batch = draw.size()
+    return (draw.normal(batch, 3), draw.integers(-1, 3, batch, 3), 0), {}
+
+
+@sampler("cosine_similarity")
+def cosine(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 3)
+    return (draw.normal(*shape), draw.normal(*draw.broadcast(shape)), draw.dim(len(shape))), {}
+
+
+@sampler("pairwise_distance")
+def distance(draw: Draw) -> Arguments:
+    shape = (*draw.shape(0, 2), 3)
+    return (draw.normal(*shape), draw.normal(*shape), 2.0, 1e-6, draw.flag()), {}
+
+
+@sampler("vdot")
+def vdot(draw: Draw) -> Arguments:
+    length = draw.size()
+    return (draw.normal(length), draw.normal(length)), {}

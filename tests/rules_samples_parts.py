@@ -20,32 +20,49 @@ def over_dims_kept(draw: Draw) -> Arguments:
     return (x, dims, draw.flag()), {}
 
 
-@sampler("var.correction", "std.correction", "var_mean.correction")
+@sampler("var.correction", "std.correction", "var_mean.correction", "std_mean.correction")
 def spread(draw: Draw) -> Arguments:
     shape = [*draw.shape(0, 2), 4]
     return (draw.normal(*shape), [-1]), {"correction": draw.int(0, 1), "keepdim": draw.flag()}
 
 
-@sampler("var.dim", "std.dim", "var_mean.dim")
+@sampler("var.dim", "std.dim", "var_mean.dim", "std_mean.dim")
 def spread_dim(draw: Draw) -> Arguments:
     return (draw.normal(*draw.shape(0, 2), 4), [-1], draw.flag()), {}
 
 
 @sampler("sum", "mean", "max", "min", "aminmax", "argmax", "argmin", "any", "all", "prod", "count_nonzero", "nansum",
-         "linalg_vector_norm", "norm.Scalar")  # fmt: skip
+         "linalg_vector_norm", "norm.Scalar", "median", "nanmedian")  # fmt: skip
 def over_all(draw: Draw) -> Arguments:
     return (draw.normal(*draw.shape(0, 3)),), {}
 
 
-@sampler("var", "std")
+@sampler("var", "std", "var_mean", "std_mean")
 def spread_all(draw: Draw) -> Arguments:
     return (draw.normal(*draw.shape(0, 2), 4),), {}
 
 
-@sampler("max.dim", "min.dim", "any.dim", "all.dim", "prod.dim_int", "median.dim")
+@sampler("max.dim", "min.dim", "any.dim", "all.dim", "prod.dim_int", "median.dim", "nanmedian.dim")
 def over_dim(draw: Draw) -> Arguments:
     shape = draw.shape(1, 3)
     return (draw.normal(*shape), draw.dim(len(shape)), draw.flag()), {}
+
+
+@sampler("quantile.scalar", "nanquantile.scalar")
+def quantile(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 3)
+    return (draw.normal(*shape), 0.3, draw.of(None, draw.dim(len(shape))), draw.flag()), {}
+
+
+@sampler("quantile", "nanquantile")
+def quantiles(draw: Draw) -> Arguments:
+    (x, _, dim, keepdim), _ = quantile(draw)
+    return (x, draw.of(draw.between(0.1, 0.9), draw.between(0.1, 0.9, 2)), dim, keepdim), {}
+
+
+@sampler("histc")
+def histc(draw: Draw) -> Arguments:
+    return (draw.normal(*draw.shape(1, 3)), 4, -1.0, 1.5), {}
 
 
 @sampler("argmax", "argmin")
@@ -220,6 +237,19 @@ def index_add(draw: Draw) -> Arguments:
     source = list(shape)
     source[dim] = draw.int(1, shape[dim])
     return (draw.normal(*shape), dim, torch.randperm(shape[dim])[: source[dim]], draw.normal(*source)), {}
+
+
+@sampler("index_fill.int_Scalar")
+def index_fill(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 3)
+    dim = draw.dim(len(shape))
+    return (draw.normal(*shape), dim, draw.integers(0, shape[dim], draw.int(1, 3)), 0.5), {}
+
+
+@sampler("index_fill.int_Tensor")
+def index_fill_tensor(draw: Draw) -> Arguments:
+    (x, dim, index, _), _ = index_fill(draw)
+    return (x, dim, index, draw.normal()), {}
 
 
 @sampler("index_select")

@@ -73,35 +73,41 @@ def _complex(draw: Draw, *shape: int) -> torch.Tensor:
     return torch.complex(draw.normal(*shape), draw.normal(*shape))
 
 
-@sampler("fft_fft", "fft_ifft", "fft_irfft")
+@sampler("fft_fft", "fft_ifft", "fft_irfft", "fft_hfft")
 def transform(draw: Draw) -> Arguments:
     shape = [draw.of(2, 4), *draw.shape(1, 2)]
     dim = draw.dim(len(shape))
     return (_complex(draw, *shape), 4 if shape[dim] == 1 else draw.of(None, 4), dim), {}
 
 
-@sampler("fft_rfft")
+@sampler("fft_rfft", "fft_ihfft")
 def real_transform(draw: Draw) -> Arguments:
     shape = [draw.of(2, 4), *draw.shape(1, 2)]
     return (draw.normal(*shape), draw.of(None, 4), draw.dim(len(shape))), {}
 
 
-@sampler("fft_fft2", "fft_ifft2", "fft_irfft2")
+@sampler("fft_fft2", "fft_ifft2", "fft_irfft2", "fft_hfft2")
 def plane_transform(draw: Draw) -> Arguments:
     return (_complex(draw, draw.size(), 4, 2, draw.of(2, 4)), None, draw.of([-2, -1], [1, 3])), {}
 
 
-@sampler("fft_rfft2")
+@sampler("fft_rfft2", "fft_ihfft2")
 def real_plane_transform(draw: Draw) -> Arguments:
     return (draw.normal(draw.size(), 4, 2, draw.of(2, 4)), None, draw.of([-2, -1], [1, 3])), {}
 
 
-@sampler("fft_fftn", "fft_ifftn", "fft_irfftn")
+@sampler("fft_fftn", "fft_ifftn", "fft_irfftn", "fft_hfftn")
 def transform_of_many(draw: Draw) -> Arguments:
     return (_complex(draw, draw.size(), 4, 2), *draw.of((None, None), ([4, 4], None), (None, [0, 1]))), {}
 
 
-@sampler("fft_rfftn")
+@sampler("fft_fftshift", "fft_ifftshift")
+def shifted(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 3)
+    return (draw.normal(*shape), draw.of(None, draw.dims(len(shape)))), {}
+
+
+@sampler("fft_rfftn", "fft_ihfftn")
 def real_transform_of_many(draw: Draw) -> Arguments:
     return (draw.normal(draw.size(), 4, 2), *draw.of((None, None), ([4, 4], None), (None, [0, 1]))), {}
 
@@ -121,8 +127,10 @@ def grid_sampler(draw: Draw) -> Arguments:
 @sampler("instance_norm")
 def instance_norm(draw: Draw) -> Arguments:
     channels = draw.size()
-    affine = (draw.normal(channels), draw.normal(channels)) if draw.flag() else (None, None)
-    return (draw.normal(draw.size(), channels, 3, 2), *affine, None, None, True, 0.1, 1e-5, False), {}
+    of_input = draw.flag()
+    affine = (draw.normal(channels), draw.normal(channels)) if draw.flag() or not of_input else (None, None)
+    running = (None, None) if of_input else (draw.normal(channels), draw.between(0.5, 1.0, channels))
+    return (draw.normal(draw.size(), channels, 4, 2), *affine, *running, of_input, 0.1, 1e-5, False), {}
 
 
 @sampler("prelu")
@@ -138,10 +146,27 @@ def bilinear(draw: Draw) -> Arguments:
     return (draw.normal(*batch, 3), draw.normal(*batch, 2), draw.normal(out, 3, 2), bias), {}
 
 
-@sampler("linalg_cholesky")
-def cholesky(draw: Draw) -> Arguments:
-    root = draw.normal(*draw.shape(1, 2), 3, 3)
-    return (root @ root.mT + torch.eye(3, dtype=torch.float64),), {}
+@sampler("affine_grid_generator")
+def affine_grid(draw: Draw) -> Arguments:
+    batch = draw.size()
+    return (draw.normal(batch, 2, 3), [batch, 3, 4, 2], draw.flag()), {}
+
+
+@sampler("max_pool1d_with_indices")
+def line_pool_with_indices(draw: Draw) -> Arguments:
+    return (draw.normal(draw.size(), draw.size(), 4), [2]), {}
+
+
+@sampler("max_pool3d_with_indices")
+def room_pool_with_indices(draw: Draw) -> Arguments:
+    return (draw.normal(draw.size(), draw.size(), 4, 4, 2), [2, 2, 2]), {}
+
+
+@sampler("max_unpool3d")
+def room_unpool(draw: Draw) -> Arguments:
+    whole = draw.normal(draw.size(), draw.size(), 4, 4, 2)
+    values, places = torch.nn.functional.max_pool3d(whole, 2, return_indices=True)
+    return (values, places, [4, 4, 2], [2, 2, 2], [0, 0, 0]), {}
 
 
 @sampler("max_pool2d_with_indices")
@@ -171,7 +196,17 @@ def nearest_exact(draw: Draw) -> Arguments:
     return (draw.normal(draw.size(), draw.size(), 4, 3), *draw.of(([8, 6], None), (None, [2.0, 2.0]))), {}
 
 
-@sampler("_upsample_bilinear2d_aa.vec")
+@sampler("_upsample_nearest_exact1d.vec")
+def nearest_exact_line(draw: Draw) -> Arguments:
+    return (draw.normal(draw.size(), draw.size(), 4), *draw.of(([8], None), (None, [2.0]))), {}
+
+
+@sampler("_upsample_nearest_exact3d.vec")
+def nearest_exact_room(draw: Draw) -> Arguments:
+    return (draw.normal(draw.size(), draw.size(), 2, 3, 2), [4, 6, 2], None), {}
+
+
+@sampler("_upsample_bilinear2d_aa.vec", "_upsample_bicubic2d_aa.vec")
 def antialiased(draw: Draw) -> Arguments:
     return (draw.normal(draw.size(), draw.size(), 4, 6), [3, 4], draw.flag(), None), {}
 

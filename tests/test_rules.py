@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import rules_samples_fused  # noqa: F401  (registers its samplers)
 import rules_samples_layers  # noqa: F401  (registers its samplers)
+import rules_samples_matrices  # noqa: F401  (registers its samplers)
 import rules_samples_parts  # noqa: F401  (registers its samplers)
 import rules_samples_signals  # noqa: F401  (registers its samplers)
 import torch

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from passes.capture import CaptureError, capture, interpret
 from passes.capture.guard_values import first_difference
+from runtime.agreement.ranks_together import Ranks
+from runtime.execution.value_cases import MAX_CASES, ValueCases
 from tests.capture_parity import assert_parity
 from tests.ranks import run_on_ranks
 from tests.value_guards_worker import LENGTHS, OTHERS, READERS, TARGETS, Branches, Checked, X
@@ -59,6 +61,21 @@ def test_a_buffer_that_was_loaded_is_read_again(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_buffer_that_forward_writes_is_read_at_the_next_call(target: str) -> None:
     assert results()[f"follows_written_buffers {target}"] == [True, True, 3]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_queue_whose_place_is_a_tensor_has_one_program(target: str) -> None:
+    assert results()[f"fills_a_queue {target}"] == [True, True, 1]
+
+
+def test_more_values_than_programs_are_kept_are_announced_with_the_mend() -> None:
+    cases, guards = ValueCases(Ranks(None), {}), capture(Branches(), args=(X, LENGTHS)).guards
+    with pytest.warns(UserWarning, match="lengths") as caught:
+        for number in range(MAX_CASES + 2):
+            cases.add("kind", number, guards)
+    many, dropped = (str(warning.message) for warning in caught)
+    assert "9 programs were made" in many and f"more than {MAX_CASES} ways" in dropped
+    assert all("queue[(pointer + torch.arange(len(rows))) % len(queue)] = rows" in text for text in (many, dropped))
 
 
 @pytest.mark.parametrize("target", TARGETS)

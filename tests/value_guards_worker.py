@@ -143,6 +143,22 @@ class CountsCalls(Reader):
         return z
 
 
+class FillsQueue(Reader):
+    """Writes the rows of each call behind those of the one before, round and round: the place is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.linspace(-1, 1, 12 * FEATURES, dtype=torch.float64).view(12, FEATURES))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        scores = (y @ self.queue.clone().T).softmax(-1)
+        with torch.no_grad():
+            self.queue[(self.place + torch.arange(len(y))) % len(self.queue)] = y
+            self.place.add_(len(y)).remainder_(len(self.queue))
+        return scores
+
+
 class Checked(Reader):
     """Reads values only to refuse some."""
 
@@ -258,6 +274,17 @@ def follows_written_buffers(target: str) -> list[Any]:
     return [equal, buffers, programs_of(parallel)]
 
 
+def fills_a_queue(target: str) -> list[Any]:
+    """Three calls go once around the queue and more."""
+    model = FillsQueue()
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
+    model = FillsQueue()
+    equal = all(equals_eager(model, parallel, LENGTHS) for _ in range(3))
+    state = parallel.full_state_dict()
+    buffers = all(torch.allclose(state[name], buffer, rtol=1e-9) for name, buffer in model.named_buffers())
+    return [equal, buffers, programs_of(parallel)]
+
+
 def refuses_other_batches(target: str) -> str:
     """Ranks that pass other values do not run different programs."""
     parallel = planner.compile(ReadsNumber(), target, example_inputs={"x": X, "lengths": LENGTHS})
@@ -277,6 +304,7 @@ SCENARIOS: tuple[Callable[[str], Any], ...] = (
     reads_each_groups_samples,
     follows_loaded_buffers,
     follows_written_buffers,
+    fills_a_queue,
     refuses_other_batches,
 )
 

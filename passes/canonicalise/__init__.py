@@ -29,6 +29,7 @@ from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gathered_experts import name_gathered_experts
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
+from passes.canonicalise.instance_norm import write_out_running_statistics
 from passes.canonicalise.joined_pieces import unite_pieces
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.lists_of_one import unpack_lists_of_one
@@ -37,6 +38,7 @@ from passes.canonicalise.narrow_logits import read_narrow_logits
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.out_arguments import replace_out_arguments
 from passes.canonicalise.parameter_writes import WRITES
+from passes.canonicalise.picked_entries import gather_picked_entries
 from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.repeated_rows import expand_repeated_rows
@@ -88,6 +90,7 @@ def canonicalise(
     fix_sizes(module)
     write_out_random_operators(module)
     write_out_batch_norm(module)
+    write_out_running_statistics(module)
     write_out_embedding_bags(module)
     separate_loss_reductions(module)
     replace_out_arguments(module)
@@ -114,6 +117,7 @@ def canonicalise(
     route_dense_experts(module)
     sum_weighted_counts(module)
     view_counted_lookups(module)
+    gather_picked_entries(module)
     expand_repeated_rows(module)
     drop_dead_code(module)
     read_narrow_logits(module)

@@ -35,7 +35,7 @@ def _write_out(node: fx.Node) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     dtype = value(source).dtype
-    x = call(aten.to.dtype, source, torch.float32) if dtype in _LOW_PRECISION else source
+    x = in_wide_precision(node, source)
     sizes = shape(x)
     dims = [dim for dim in range(len(sizes)) if dim != 1]
     mean = call(aten.mean.dim, x, dims, True)
@@ -48,12 +48,18 @@ def _write_out(node: fx.Node) -> None:
         if parameter is not None:
             result = call(target, result, call(aten.reshape.default, parameter, per_channel))
     count = math.prod(sizes[dim] for dim in dims)
-    _update(node, "running_mean", mean, factor=1.0)
-    _update(node, "running_var", var, factor=count / max(count - 1, 1))
+    update_running(node, "running_mean", mean, factor=1.0)
+    update_running(node, "running_var", var, factor=count / max(count - 1, 1))
     replace(node, call(aten.to.dtype, result, dtype) if dtype in _LOW_PRECISION else result)
 
 
-def _update(node: fx.Node, name: str, statistic: fx.Node, *, factor: float) -> None:
+def in_wide_precision(node: fx.Node, source: fx.Node) -> fx.Node:
+    """``source`` in the dtype that its statistics are computed in, inserted before ``node``."""
+    is_low = value(source).dtype in _LOW_PRECISION
+    return insert(node, aten.to.dtype, (source, torch.float32)) if is_low else source
+
+
+def update_running(node: fx.Node, name: str, statistic: fx.Node, *, factor: float) -> None:
     """The running statistic ``name`` moves towards that of this batch, which carries no gradient there."""
     running = argument(node, name)
     if running is None:

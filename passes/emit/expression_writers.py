@@ -171,6 +171,13 @@ def convolution(writer: Writer) -> str:
     return f"{product} + {bias}.reshape({', '.join(['-1', *['1'] * spatial])})"
 
 
+def affine_grid(writer: Writer) -> str:
+    """The grids of as many matrices as this rank has."""
+    _, *sizes = writer.arguments["size"]
+    writer.arguments["size"] = [Name(f"{writer.call.inputs[0].name}.shape[0]"), *sizes]
+    return writer.function("F.affine_grid(theta, size, align_corners=align_corners)")
+
+
 def recurrent(writer: Writer) -> str:
     """A recurrent layer, whose first states cuDNN takes in one piece: a part or an expanded constant is not."""
     states = writer.arguments["hx"]
@@ -389,6 +396,7 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
         convolution,
     ),
     **dict.fromkeys(("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"), recurrent),
+    "aten.affine_grid_generator.default": affine_grid,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.dropout.default": dropout,
     **{f"aten.{name}.default": random_like(name) for name in ("rand_like", "randn_like", "bernoulli")},

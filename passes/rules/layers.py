@@ -90,12 +90,14 @@ def group_norm(call: OperatorCall) -> ShardingRule:
 
 
 def instance_norm(call: OperatorCall) -> ShardingRule | None:
-    """``instance_norm``: each sample and channel apart; none where running statistics are the batch's average."""
-    if call.has("running_mean"):
+    """``instance_norm``: each sample and channel apart, positions too where running statistics are used; none where
+    these are written, which capture writes out."""
+    if call["use_input_stats"] and call.has("running_mean"):
         return None
     shape = call.shape("input")
-    dims = named_dims(shape, whole=range(2, len(shape)))
-    return call.rule(call.by_slot({"input": dims, "weight": (dims[1],), "bias": (dims[1],)}), [dims])
+    dims = named_dims(shape, whole=range(2, len(shape)) if call["use_input_stats"] else ())
+    names = ("weight", "bias", "running_mean", "running_var")
+    return call.rule(call.by_slot({"input": dims, **dict.fromkeys(names, (dims[1],))}), [dims])
 
 
 def channelwise(call: OperatorCall) -> ShardingRule:
@@ -245,6 +247,12 @@ def grid_sampler(call: OperatorCall) -> ShardingRule:
     return call.rule([(batch, channel, *spatial), (batch, *places, ())], [(batch, channel, *places)])
 
 
+def affine_grid(call: OperatorCall) -> ShardingRule:
+    """``affine_grid_generator``: the batch of matrices; each rank makes the grids of its own."""
+    batch = named_dims(call.shape("theta")[:1])
+    return call.rule([(*batch, (), ())], [(*batch, *((),) * (len(call.outputs[0].shape) - 1))])
+
+
 def spectrum(call: OperatorCall) -> ShardingRule:
     """``stft``: the batch of signals, if there is one; windows overlap."""
     batch: Dims = named_dims(call.inputs[0].shape[:-1])
@@ -287,6 +295,23 @@ def loss(call: OperatorCall) -> ShardingRule | None:
     return call.rule([dims] * len(call.inputs), [() if whole and shape else dims], terms=terms, passes_partial=False)
 
 
+#: Losses of each sample or element, where nothing is added up (which ``separate_loss_reductions`` does apart).
+_SAMPLE_LOSSES = {
+    "aten.margin_ranking_loss.default": "~ ..., ..., ... -> ...",
+    "aten.hinge_embedding_loss.default": "~ ..., ... -> ...",
+    "aten.poisson_nll_loss.default": "~ ..., ... -> ...",
+    "aten.triplet_margin_loss.default": "~ ..._, ..._, ..._ -> ...",
+    "aten.cosine_embedding_loss.default": "~ b_, b_, b -> b",
+    "aten.multi_margin_loss.default": "~ b_, b, _ -> b",
+    "aten.multilabel_margin_loss.default": "~ b_, b_ -> b",
+}
+
+
+def sample_loss(call: OperatorCall) -> ShardingRule | None:
+    """Losses in ``_SAMPLE_LOSSES``; none where they are added up inside."""
+    return instantiate(_SAMPLE_LOSSES[call.node.op], call) if call["reduction"] == 0 else None
+
+
 def ctc_losses(call: OperatorCall) -> ShardingRule | None:
     """Samples apart, where each has a row of targets; frames, classes and a sample's target stay whole."""
     if len(call.shape("targets")) != 2:
@@ -310,6 +335,7 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.instance_norm.default": instance_norm,
     "aten.prelu.default": channelwise,
     "aten.grid_sampler.default": grid_sampler,
+    "aten.affine_grid_generator.default": affine_grid,
     "aten.pixel_shuffle.default": pixels,
     "aten.pixel_unshuffle.default": pixels,
     "aten.stft.default": spectrum,
@@ -323,16 +349,18 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     **dict.fromkeys(_named("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"), convolution),
     **dict.fromkeys(_named("adaptive_avg_pool1d avg_pool1d max_pool1d adaptive_max_pool1d"), outer_dims(1)),
     **dict.fromkeys(_named("upsample_nearest1d.vec upsample_linear1d.vec reflection_pad1d"), outer_dims(1)),
-    **dict.fromkeys(_named("replication_pad1d"), outer_dims(1)),
+    **dict.fromkeys(_named("replication_pad1d max_pool1d_with_indices _upsample_nearest_exact1d.vec"), outer_dims(1)),
     **dict.fromkeys(_named("adaptive_avg_pool2d avg_pool2d max_pool2d adaptive_max_pool2d"), outer_dims(2)),
     **dict.fromkeys(_named("upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec"), outer_dims(2)),
     **dict.fromkeys(_named("reflection_pad2d replication_pad2d"), outer_dims(2)),
     **dict.fromkeys(_named("adaptive_avg_pool3d avg_pool3d max_pool3d upsample_nearest3d.vec"), outer_dims(3)),
     **dict.fromkeys(_named("max_pool2d_with_indices max_unpool2d _upsample_nearest_exact2d.vec"), outer_dims(2)),
-    **dict.fromkeys(_named("_upsample_bilinear2d_aa.vec"), outer_dims(2)),
+    **dict.fromkeys(_named("_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"), outer_dims(2)),
     **dict.fromkeys(_named("adaptive_max_pool3d upsample_trilinear3d.vec"), outer_dims(3)),
+    **dict.fromkeys(_named("max_pool3d_with_indices max_unpool3d _upsample_nearest_exact3d.vec"), outer_dims(3)),
     **dict.fromkeys(_named("lstm.input gru.input rnn_tanh.input rnn_relu.input"), recurrent),
     **dict.fromkeys(_named("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"), recurrent),
     **dict.fromkeys(_named("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"), loss),
     **dict.fromkeys(_named("binary_cross_entropy_with_logits binary_cross_entropy"), loss),
+    **dict.fromkeys(_SAMPLE_LOSSES, sample_loss),
 }

@@ -192,3 +192,15 @@ def _count_refs(value: Any) -> Iterator[None]:
 def named_dims(shape: Sequence[int], *, prefix: str = "d", whole: Sequence[int] = ()) -> Dims:
     """One factor ``<prefix><dim>`` per dim; none for dims of size 1 and for those in ``whole``."""
     return tuple((f"{prefix}{dim}",) if size != 1 and dim not in whole else () for dim, size in enumerate(shape))
+
+
+def aligned(shape: Sequence[int], full: Dims) -> Dims:
+    """Factors of an operand that broadcasts to dims with the factors ``full``."""
+    return tuple(() if size == 1 else factors for size, factors in zip(shape, full[len(full) - len(shape) :]))
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that tensors of these shapes broadcast to."""
+    rank = max(map(len, shapes))
+    sizes = [[shape[len(shape) - back] for shape in shapes if len(shape) >= back] for back in range(rank, 0, -1)]
+    return tuple(next((size for size in dim if size != 1), 1) for dim in sizes)

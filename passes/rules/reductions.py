@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from passes.rules.operator_call import OperatorCall, named_dims
+from passes.rules.operator_call import OperatorCall, aligned, broadcast, named_dims
 from passes.rules.rule import Dims, ShardingRule
 
 
@@ -28,6 +28,31 @@ def extremal(call: OperatorCall) -> ShardingRule:
     dims = named_dims(shape, whole=over)
     out = reduced(dims, over, call.get("keepdim", False))
     return call.rule([dims], [out for _ in call.outputs])
+
+
+def quantiles(call: OperatorCall) -> ShardingRule:
+    """``quantile`` along a dim, which stays whole; a list of them is the first dim of the output."""
+    dims = named_dims(call.shape("self"), whole=call.dims("dim", len(call.shape("self"))))
+    asked = named_dims(call.shape("q"), prefix="q") if call.has("q") else ()
+    out = reduced(dims, call.dims("dim", len(dims)), call["keepdim"])
+    return call.rule(call.by_slot({"self": dims, "q": asked}), [(*asked, *out)])
+
+
+def compared(call: OperatorCall) -> ShardingRule:
+    """``cosine_similarity``, ``pairwise_distance``: two tensors along a dim, which stays whole; others broadcast."""
+    rank = max(len(value.shape) for value in call.inputs)
+    over = (call.get("dim", -1) % rank,)
+    full = named_dims(broadcast(*(value.shape for value in call.inputs)), whole=over)
+    return call.rule(
+        [aligned(value.shape, full) for value in call.inputs], [reduced(full, over, call.get("keepdim", False))]
+    )
+
+
+def counted(call: OperatorCall) -> ShardingRule | None:
+    """``histc`` within given bounds: entries are counted, so every dim gives partial sums."""
+    if call["min"] == call["max"]:
+        return None  # The bounds are those of the data.
+    return call.rule([named_dims(call.shape("self"))], [((),)], terms=((0,),), passes_partial=False)
 
 
 def along(call: OperatorCall, *, name: str = "dim", linear: bool = False) -> ShardingRule:
@@ -61,7 +86,9 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
             "aten.all.dim", "aten.all.dims", "aten.prod.default", "aten.prod.dim_int", "aten.logsumexp.default",
             "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar", "aten.median.dim",
             "aten.mode.default", "aten.var_mean.correction", "aten.var_mean.dim", "aten.count_nonzero.default",
-            "aten.count_nonzero.dim_IntList", "aten.nansum.default", "aten.kthvalue.default",
+            "aten.count_nonzero.dim_IntList", "aten.nansum.default", "aten.kthvalue.default", "aten.median.default",
+            "aten.nanmedian.default", "aten.nanmedian.dim", "aten.var_mean.default", "aten.std_mean.default",
+            "aten.std_mean.dim", "aten.std_mean.correction",
         ),
         extremal,
     ),
@@ -76,10 +103,17 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     **dict.fromkeys(
         (
             *(f"aten.fft_{inverse}{kind}fft{dims}.default"
-              for inverse in ("", "i") for kind in ("", "r") for dims in ("", "2", "n")),
+              for inverse in ("", "i") for kind in ("", "r", "h") for dims in ("", "2", "n")),
         ),
         transformed,
     ),
+    **dict.fromkeys(
+        (f"aten.{name}.{overload}" for name in ("quantile", "nanquantile") for overload in ("default", "scalar")),
+        quantiles,
+    ),
+    **dict.fromkeys(("aten.cosine_similarity.default", "aten.pairwise_distance.default"), compared),
+    "aten.histc.default": counted,
+    **dict.fromkeys(("aten.fft_fftshift.default", "aten.fft_ifftshift.default"), along),
     "aten.cumsum.default": partial(along, linear=True),
     "aten.flip.default": partial(along, name="dims", linear=True),
     "aten.roll.default": partial(along, name="dims", linear=True),

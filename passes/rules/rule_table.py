@@ -24,6 +24,7 @@ RULES: dict[str, str] = {
     "aten.bmm.default": "bmk, bkn -> bmn",
     "aten.mv.default": "mk, k -> m",
     "aten.dot.default": "k, k -> ",
+    "aten.vdot.default": "k, k => ",
     "aten.outer.default": "m, n => mn",
     # arithmetic that is linear in some of its operands
     **_each("add.Tensor sub.Tensor subtract.Tensor", "... + ... -> ..."),
@@ -42,7 +43,12 @@ RULES: dict[str, str] = {
         "exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan leaky_relu "
         "lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num rad2deg reciprocal relu relu6 round "
         "rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh "
-        "threshold trunc special_expit special_erf special_entr special_i0 special_log1p special_expm1",
+        "threshold trunc special_expit special_erf special_entr special_i0 special_log1p special_expm1 special_airy_ai "
+        "special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx special_i0e special_i1 "
+        "special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
+        "special_modified_bessel_k1 special_ndtr special_ndtri special_scaled_modified_bessel_k0 "
+        "special_scaled_modified_bessel_k1 special_spherical_bessel_j0 mvlgamma polygamma xlogy.Scalar_Other "
+        "xlogy.Scalar_Self",
         POINTWISE,
     ),
     **_each("to.dtype to.device to.dtype_layout _to_copy clamp clip clamp_min clamp_max", POINTWISE),
@@ -64,7 +70,7 @@ RULES: dict[str, str] = {
         "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor "
         "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor "
         "xlogy.Tensor masked_fill.Scalar where.ScalarOther where.ScalarSelf heaviside isclose expand_as "
-        "type_as "
+        "type_as igamma igammac special_xlog1py special_zeta nextafter gcd lcm ldexp.Tensor "
         "to.other clamp_min.Tensor clamp_max.Tensor copy greater.Tensor greater_equal.Tensor less.Tensor "
         "less_equal.Tensor not_equal.Tensor __lshift__.Tensor __rshift__.Tensor",
         POINTWISE_2,
@@ -78,8 +84,18 @@ RULES: dict[str, str] = {
     **_each("where.self addcmul addcdiv lerp.Tensor masked_fill.Tensor clamp.Tensor", POINTWISE_3),
     "aten.lerp.Scalar": POINTWISE_2,
     # whole matrices, batches free
-    **_each("tril triu linalg_inv inverse cholesky matrix_exp linalg_matrix_exp", "~ ...__ -> ...__"),
-    "aten.linalg_cholesky.default": "~ ...__ -> ...__",
+    **_each("tril triu linalg_inv inverse cholesky matrix_exp linalg_matrix_exp linalg_cholesky", "~ ...__ -> ...__"),
+    **_each("det linalg_det logdet", "~ ...__ -> ..."),
+    **_each("linalg_eigvals linalg_eigvalsh linalg_svdvals", "~ ...__ -> ..._"),
+    **_each("slogdet linalg_slogdet", "~ ...__ -> ..., ..."),
+    **_each("linalg_eig linalg_eigh", "~ ...__ -> ..._, ...__"),
+    **_each("linalg_lu_factor linalg_ldl_factor", "~ ...__ -> ...__, ..._"),
+    "aten.linalg_qr.default": "~ ...__ -> ...__, ...__",
+    "aten.linalg_svd.default": "~ ...__ -> ...__, ..._, ...__",
+    "aten.linalg_householder_product.default": "~ ...__, ..._ -> ...__",
+    "aten.lu_unpack.default": "~ ...__, ..._ -> ...__, ...__, ...__",
+    **_each("linalg_solve linalg_solve_triangular cholesky_solve", "~ ...__, ...__ -> ...__"),
+    **_each("linalg_lu_solve ormqr", "~ ...__, ..._, ...__ -> ...__"),
     # what Python did beside torch
     "meshwright.checked.default": "~ ... / -> ...",
     "meshwright.checked_each.default": POINTWISE_2,

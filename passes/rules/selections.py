@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from passes.ir.graph import Ref
-from passes.rules.operator_call import OperatorCall, named_dims
+from passes.rules.operator_call import OperatorCall, aligned, broadcast, named_dims
 from passes.rules.rule import Dims, ShardingRule
 
 
@@ -92,7 +92,7 @@ def picked_along(call: OperatorCall) -> ShardingRule | None:
     shape = call.outputs[0].shape
     dim = call.dim("dim", len(shape))
     full = named_dims(shape, whole=[dim])
-    inputs = [_aligned(value.shape, full) for value in call.inputs]
+    inputs = [aligned(value.shape, full) for value in call.inputs]
     return call.rule(inputs, [full])
 
 
@@ -115,22 +115,14 @@ def indexed(call: OperatorCall) -> ShardingRule | None:
     places = [dim for dim, entry in enumerate(entries) if isinstance(entry, Ref)]
     if not places:
         return None
-    rank = max(len(value.shape) for value in tensors)
-    result = [max(value.shape[len(value.shape) - back] for value in tensors if len(value.shape) >= back)
-              for back in range(rank, 0, -1)]  # fmt: skip
-    index_dims = named_dims(result, prefix="i")
+    index_dims = named_dims(broadcast(*(value.shape for value in tensors)), prefix="i")
     dims = named_dims(shape, whole=places)
     rest = [factors for dim, factors in enumerate(dims) if dim not in places]
     adjacent = places[-1] - places[0] + 1 == len(places)
     front = places[0] if adjacent else 0
     out = (*rest[:front], *index_dims, *rest[front:])
-    inputs = [dims, *(_aligned(value.shape, index_dims) for value in tensors)]
+    inputs = [dims, *(aligned(value.shape, index_dims) for value in tensors)]
     return call.rule(inputs, [out], terms=((0,),), passes_partial=False)
-
-
-def _aligned(shape: tuple[int, ...], full: Dims) -> Dims:
-    """Factors of an operand that broadcasts to dims with the factors ``full``."""
-    return tuple(() if size == 1 else factors for size, factors in zip(shape, full[len(full) - len(shape) :]))
 
 
 def indexed_put(call: OperatorCall) -> ShardingRule | None:
@@ -143,7 +135,7 @@ def indexed_put(call: OperatorCall) -> ShardingRule | None:
     if any(value.dtype in ("bool", "uint8") for value in indices):
         return None
     dims = named_dims(shape, whole=places)
-    put = _aligned(call.shape("values"), (((),) * len(call.shape("values")) + dims[len(places) :]))
+    put = aligned(call.shape("values"), (((),) * len(call.shape("values")) + dims[len(places) :]))
     return call.rule([dims, *(((),) * len(v.shape) for v in indices), put], [dims])
 
 
@@ -230,6 +222,8 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.scatter_reduce.two": along_dim,
     "aten.index_add.default": along_dim,
     "aten.index_copy.default": along_dim,
+    "aten.index_fill.int_Scalar": along_dim,
+    "aten.index_fill.int_Tensor": along_dim,
     "aten.index_select.default": index_select,
     "aten.take_along_dim.default": picked_along,
     "aten.searchsorted.Tensor": sorted_search,

@@ -37,6 +37,7 @@ from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.candidates.mesh_layout import REPLICAS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.fusion import fuse
+from planner.whole_step.costs.operator_facts import Fusion
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
@@ -44,7 +45,6 @@ from planner.whole_step.costs.step_prices import (
     PIPELINE,
     TENSOR,
     BatchPrices,
-    Fusion,
     StepPricing,
 )
 

@@ -219,12 +219,15 @@ class Maker:
             whole = self._completed(self._whole_call(call) if local_inputs else call)
             self.example = self.example or whole.with_shapes({})
             return self._made.get(
-                (whole.signature, mode), lambda: self.ranks.together(lambda: self._make(whole, training=training))
+                (whole.signature, mode),
+                lambda: self.ranks.together(lambda: self._make(whole, training=training)),
+                announces=not call.case,
             )
 
         is_trained = self.model.training, self._is_differentiated()
         shapes = None if call.case else (call.shapes, local_inputs, is_trained, training)
-        self.latest = self._prepared.get((call.signature, local_inputs, mode), make, shapes=shapes)
+        key = (call.signature, local_inputs, mode)
+        self.latest = self._prepared.get(key, make, shapes=shapes, announces=not call.case)
         return self.latest
 
     def _with_case(self, call: ModelCall, mode: Hashable, *, local_inputs: bool) -> ModelCall:

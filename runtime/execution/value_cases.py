@@ -25,6 +25,11 @@ MAX_CASES = 64
 _MAX_SPELLINGS = 1024
 #: Cases at which a user is told that values change from call to call.
 CASES_ANNOUNCED = 8
+#: What makes one program of many, for a count and for the place in a queue that the next rows are written to.
+_AS_A_TENSOR = (
+    "keep it a tensor (without .item(), int(), tolist()): rows are written to a queue by "
+    "queue[(pointer + torch.arange(len(rows))) % len(queue)] = rows, and pointer.add_(len(rows)).remainder_(len(queue))"
+)
 
 
 @dataclass
@@ -68,7 +73,7 @@ class ValueCases:
         self._cases: dict[Hashable, OrderedDict[int, ValueGuards]] = {}
         self._kinds: dict[Hashable, Hashable] = {}
         self._next: dict[Hashable, int] = {}
-        self._is_announced = False
+        self._announced: set[str] = set()
 
     @property
     def buffers_read(self) -> tuple[str, ...]:
@@ -151,16 +156,26 @@ class ValueCases:
         cases = self._cases.setdefault(kind, OrderedDict())
         cases[number] = guards
         self._next[kind] = number + 1
+        if number >= CASES_ANNOUNCED:
+            self._announce(
+                "many",
+                f"{number + 1} programs were made for calls of one kind because a value that forward reads in Python "
+                f"changes from call to call: {guards.readings[-1].place}; {_AS_A_TENSOR}",
+            )
         if len(cases) > MAX_CASES:
             cases.popitem(last=False)
-        if number >= CASES_ANNOUNCED and not self._is_announced:
-            self._is_announced = True
-            warnings.warn(
-                f"{number + 1} programs were made for calls of one kind because a value that forward reads in Python "
-                f"changes from call to call: {guards.readings[-1].place}; keep it a tensor (without .item(), int(), "
-                "tolist())",
-                stacklevel=2,
+            self._announce(
+                "dropped",
+                f"a value that forward reads in Python has come in more than {MAX_CASES} ways: "
+                f"{guards.readings[-1].place}; the programs used last are kept, and where more values take turns every "
+                f"call makes a program again; {_AS_A_TENSOR}",
             )
+
+    def _announce(self, kind: str, message: str) -> None:
+        """Warn, once for each kind of message."""
+        if kind not in self._announced:
+            self._announced.add(kind)
+            warnings.warn(message, stacklevel=3)
 
 
 def with_values_gathered(values: CallValues, capture: Callable[[], Graph]) -> Graph:

@@ -25,16 +25,19 @@ class ProgramCache(Generic[Program]):
         self._same_shapes: dict[Hashable, int] = {}
         self._announced: set[str] = set()
 
-    def get(self, key: Hashable, make: Callable[[], Program], *, shapes: Hashable = None) -> Program:
+    def get(
+        self, key: Hashable, make: Callable[[], Program], *, shapes: Hashable = None, announces: bool = True
+    ) -> Program:
         """The program of ``key``; made if there is none.
 
         Args:
             shapes: the part of the key that is about tensors (None not to watch for constants that change).
+            announces: False for one of many that somebody else tells of.
         """
         if key not in self._programs:
             self._programs[key] = make()
             self._announce_constants(shapes)
-            self._drop_oldest()
+            self._drop_oldest(announces=announces)
         self._programs.move_to_end(key)
         return self._programs[key]
 
@@ -59,16 +62,17 @@ class ProgramCache(Generic[Program]):
                 "anew; pass it as a tensor",
             )
 
-    def _drop_oldest(self) -> None:
+    def _drop_oldest(self, *, announces: bool) -> None:
         if len(self._programs) <= self.max_programs:
             return
         while len(self._programs) > self.max_programs:
             self._programs.popitem(last=False)
-        self._announce(
-            "bound",
-            f"calls came in more than {self.max_programs} kinds (shapes, dtypes, constants): the programs used last "
-            "are kept, the others are made again when their kind comes back; pad inputs to fewer shapes",
-        )
+        if announces:
+            self._announce(
+                "bound",
+                f"calls came in more than {self.max_programs} kinds (shapes, dtypes, constants): the programs used "
+                "last are kept, the others are made again when their kind comes back; pad inputs to fewer shapes",
+            )
 
     def _announce(self, kind: str, message: str) -> None:
         if self.announces and kind not in self._announced:

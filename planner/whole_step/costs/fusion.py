@@ -11,7 +11,7 @@ from collections import defaultdict
 from passes.ir.graph import Graph, Node
 from passes.rules.kinds import COPY, ELEMENTWISE, NORM, REDUCTION, kind_of
 from planner.sharding_ilp.sharding_prices import is_view
-from planner.whole_step.costs.step_prices import Fusion
+from planner.whole_step.costs.operator_facts import Fusion
 
 #: Kinds that a compiler joins with their neighbours.
 FUSIBLE = frozenset((ELEMENTWISE, NORM, REDUCTION, COPY))

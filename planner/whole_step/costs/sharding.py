@@ -34,13 +34,13 @@ from planner.solvers.nearly_integral import solve_nearly_integral
 from planner.solvers.pulp_solver import HIGHS, short_name
 from planner.whole_step.costs.batch_propagation import Followed, follow_batch
 from planner.whole_step.costs.expert_regions import ExpertRegions, expert_regions
+from planner.whole_step.costs.operator_facts import Fusion
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
     EXPERT,
     STATE_AXES,
     TENSOR,
-    Fusion,
     StepPrices,
     StepPricing,
 )

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from cost_models.dtypes import item_size
 from passes.ir.conversions import Step
 from passes.ir.graph import Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
-from passes.rules.expert_rules import grouped_products, is_experts
+from passes.rules.expert_rules import grouped_products
 from passes.rules.kinds import (
     ATTENTION,
     COPY,
@@ -30,7 +29,8 @@ from passes.rules.kinds import (
     matmul_shape,
 )
 from passes.rules.linear_rows import LINEAR
-from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
+from planner.sharding_ilp.sharding_prices import Pricing
+from planner.whole_step.costs.operator_facts import Fusion, OperatorFacts
 from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
@@ -57,14 +57,6 @@ def weight_share(node: Node, values: Mapping[str, Value], states: frozenset[str]
     return sum(name in states for name in grads) / len(grads) if grads else 0.0
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """What compiled code keeps in registers: (node, input) pairs that it does not read, values it does not write."""
-
-    reads: frozenset[tuple[str, str]] = frozenset()
-    writes: frozenset[str] = frozenset()
-
-
 class StepPrices(Protocol):
     """What a cost model must price here: compute by kind and shape, collectives by axis."""
 
@@ -80,52 +72,6 @@ class StepPrices(Protocol):
     ) -> float: ...
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
-
-
-@dataclass(frozen=True)
-class _OperatorFacts:
-    """What an operator's price depends on beside its choice.
-
-    Attributes:
-        node: kept, as facts are remembered by its id.
-        written, read: the outputs that are written and the inputs that are read: place, value.
-        table: the input of which only rows are read, if it is one of these.
-        with_gradient: the inputs that are read and have a gradient, as often as they are taken.
-        grads: names of all inputs that have one.
-        has_odd_rows: a matrix product whose whole operands have odd rows.
-    """
-
-    node: Node
-    is_view: bool
-    is_experts: bool
-    kind: str
-    written: tuple[tuple[int, Value], ...]
-    read: tuple[tuple[int, Value], ...]
-    table: str | None
-    with_gradient: tuple[tuple[int, Value], ...]
-    grads: tuple[str, ...]
-    has_odd_rows: bool
-
-    @staticmethod
-    def of(node: Node, values: Mapping[str, Value], fusion: Fusion) -> _OperatorFacts:
-        kind, is_mixture = kind_of(node), is_experts(node)
-        taken = [(place, values[name]) for place, name in enumerate(node.inputs)]
-        read = [(place, value) for place, value in taken if (node.name, value.name) not in fusion.reads]
-        is_odd = False
-        if kind == MATMUL and not is_mixture and not is_view(node):
-            is_odd = has_odd_rows(matmul_shape(node, [value.shape for _, value in taken], node.output.shape))
-        return _OperatorFacts(
-            node=node,
-            is_view=is_view(node),
-            is_experts=is_mixture,
-            kind=kind,
-            written=tuple((at, value) for at, value in enumerate(node.outputs) if value.name not in fusion.writes),
-            read=tuple({value.name: (place, value) for place, value in read}.values()),
-            table=table_read_by_rows(node),
-            with_gradient=tuple((place, value) for place, value in read if value.requires_grad),
-            grads=tuple(name for name in dict.fromkeys(node.inputs) if values[name].requires_grad),
-            has_odd_rows=is_odd,
-        )
 
 
 class StepPricing(Pricing):
@@ -150,7 +96,8 @@ class StepPricing(Pricing):
         self.prices = cost_model
         self.states = states
         self.fusion = fusion
-        self._facts: dict[int, _OperatorFacts] = {}
+        self._facts: dict[int, OperatorFacts] = {}
+        self._computed: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         if value.name in self.unconverted:
@@ -184,10 +131,30 @@ class StepPricing(Pricing):
         cut: float,
         live: bool,
     ) -> tuple[float, float]:
-        """Seconds of one operator, forward and backward, by its kind and local shape."""
+        """Seconds of one operator, forward and backward; alike ones, as those of equal layers, are priced once."""
         facts = self._facts_of(node, values)
         if facts.is_view:
             return 0.0, 0.0
+        key = (facts.likeness, tuple(inputs), tuple(outputs), flops, cut, live)
+        seconds = self._computed.get(key)
+        if seconds is None:
+            seconds = self._seconds(facts, values, inputs, outputs, flops=flops, cut=cut, live=live)
+            self._computed[key] = seconds
+        return seconds
+
+    def _seconds(
+        self,
+        facts: OperatorFacts,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        cut: float,
+        live: bool,
+    ) -> tuple[float, float]:
+        """``compute`` of an operator that is no view, by its kind and local shape."""
+        node = facts.node
         kind = facts.kind
         written = sum(self.local_bytes(value, outputs[place]) for place, value in facts.written)
         read = self._read(facts, inputs, written)
@@ -216,11 +183,11 @@ class StepPricing(Pricing):
         gradient_bytes = sum(self.local_bytes(value, inputs[place]) for place, value in facts.with_gradient)
         return forward, price(flops=0.0, num_bytes=num_bytes + gradient_bytes, dtype=dtype, kind=kind)
 
-    def _facts_of(self, node: Node, values: Mapping[str, Value]) -> _OperatorFacts:
+    def _facts_of(self, node: Node, values: Mapping[str, Value]) -> OperatorFacts:
         """What is the same for all choices of an operator, worked out once."""
         facts = self._facts.get(id(node))
         if facts is None:
-            facts = self._facts[id(node)] = _OperatorFacts.of(node, values, self.fusion)
+            facts = self._facts[id(node)] = OperatorFacts.of(node, values, self.fusion)
         return facts
 
     def _product(
@@ -323,7 +290,7 @@ class StepPricing(Pricing):
         )
         return math.prod(query[:-2]), query[-2], key[-2], query[-1]
 
-    def _read(self, facts: _OperatorFacts, inputs: Sequence[Placement], written: int) -> int:
+    def _read(self, facts: OperatorFacts, inputs: Sequence[Placement], written: int) -> int:
         total = 0
         for place, value in facts.read:
             num_bytes = self.local_bytes(value, inputs[place])
