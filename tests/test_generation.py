@@ -38,6 +38,7 @@ from tests.versions import transformers_version
 CASES: list[tuple[str, str, list[str]]] = [
     ("gpt2", "tp=2", ["beams!padded"]),
     ("llama", "pp=2", ["sampled_beams"]),
+    ("mixtral", "tp=2", ["beams!padded"]),
 ]
 INPUTS = ("input_ids", "labels")
 #: Bytes of float32 in 2 layers × (keys, values) × 8 rows (4 beams) × 4 heads × 32 slots × 8 numbers.

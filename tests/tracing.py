@@ -33,7 +33,7 @@ def traced_once() -> Iterator[None]:
 
     A plan's search traces the model with its weights, compile traces it without them: that is one graph.
 
-    Instances whose ``forward`` or hooks are replaced are told from each other by nothing: do not trace them here.
+    Instances whose ``forward`` is replaced are told from each other by nothing: do not trace them here.
     """
     module = sys.modules["passes.capture.capture"]  # the package has a function of that name
     in_full, shortened = vars(module)["_capture_whole"], vars(module)["_capture_shortened"]
@@ -41,7 +41,7 @@ def traced_once() -> Iterator[None]:
     graphs: dict[object, Any] = {}
 
     def graph_of(model: nn.Module, key: tuple[object, ...], trace: Callable[[], Any]) -> Any:
-        if _has_nameless(model):
+        if _must_be_called(model):
             return trace()
         if key not in graphs:
             graph = _traced_by_one_process(repr(key), trace)
@@ -58,7 +58,8 @@ def traced_once() -> Iterator[None]:
 
     def traced_for_shapes(model: nn.Module, open_dims: Any, **options: Any) -> Any:
         dims = sorted((path, sorted(dims)) for path, dims in open_dims.items())
-        file = None if _has_nameless(model) else _file_of(repr(("open", dims, *_key(model, training=None, **options))))
+        key = ("open", dims, *_key(model, training=None, **options))
+        file = None if _must_be_called(model) else _file_of(repr(key))
 
         def trace() -> Any:
             return trace_shapes(model, open_dims, **options)
@@ -99,9 +100,13 @@ def _file_of(key: str) -> Path | None:
     return Path(run) / f"{hashlib.sha256((own + key).encode()).hexdigest()}.graph"
 
 
-def _has_nameless(model: nn.Module) -> bool:
-    """Whether modules have lambdas or local functions, which have no name of their own."""
-    return any("<" in name for *_, name in _functions(model))
+def _must_be_called(model: nn.Module) -> bool:
+    """Whether modules have lambdas or local functions, which have no name of their own; or hooks, which may do more.
+
+    What a generation caches is noted by hooks while the model is called.
+    """
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return has_hooks or any("<" in name for *_, name in _functions(model))
 
 
 def _key(
