@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -375,6 +376,43 @@ class IdleEncoder(torch.nn.Module):
 @pytest.mark.parametrize("mesh", ["pp=2,dp=2", "dp=2,tp=2"])
 def test_blocks_that_the_loss_does_not_depend_on(mesh: str) -> None:
     report = planner.verify(seeded(IdleEncoder), mesh, batch=(torch.linspace(-1, 1, 64).reshape(8, 8),), steps=1)
+    assert report.ok, report.table()
+
+
+class CalledAgain(torch.nn.Module):
+    """Layers that are called several times, of which some calls give no gradient to their weights."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2))
+        self.calls = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.calls(self.first, self.second, x)  # type: ignore[no-any-return]
+
+
+def beside(first: Any, second: Any, x: torch.Tensor) -> torch.Tensor:
+    h = first(x) + first(2 * x).detach()
+    return second(h) + second(2 * h).detach()
+
+
+def behind(first: Any, second: Any, x: torch.Tensor) -> torch.Tensor:
+    h = first(first(x)).detach() + first(x)
+    return second(second(h))
+
+
+SPLITS = {
+    "dp=4": {"pp": 1, "dp": 4, "tp": 1, "zero": 2},
+    "dp=2,tp=2": {"pp": 1, "dp": 2, "tp": 2, "zero": 3, "recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("mesh", SPLITS)
+@pytest.mark.parametrize("calls", [beside, behind])
+def test_calls_that_give_weights_no_gradient(calls: Any, mesh: str) -> None:
+    model = seeded(functools.partial(CalledAgain, calls))
+    batch = (torch.linspace(-1, 1, 64).reshape(8, 8),)
+    report = planner.verify(model, mesh, batch=batch, loss_fn=mean_square, fix=SPLITS[mesh], steps=1)
     assert report.ok, report.table()
 
 

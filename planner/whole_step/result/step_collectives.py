@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from cost_models.dtypes import item_size
 from passes.autograd.recompute_policies import Activations
@@ -40,6 +41,7 @@ from planner.whole_step.result.unit_collectives import (
     local_bytes,
     sent_again,
     sent_once,
+    weights_with_gradient,
 )
 from runtime.execution.unit_table import GATHERED_PER_USE, UnitTable, sharded_paths, stages_of, weight_groups
 from runtime.zero.flat_places import FlatPlaces, FlatTensor
@@ -65,6 +67,13 @@ def step_collectives(graph: Graph, plan: Plan) -> tuple[CollectivePlan, ...]:
     )
     # On a given mesh a model without a loss may be trained by whoever calls it.
     return _Counter(programs, plan, trains=graph.training and (has_loss or not plan.step.decides_units)).count()
+
+
+class _Use(NamedTuple):
+    """What one unit does with weights: whether the backward pass gathers them again, and which get a gradient."""
+
+    gathers_again: bool
+    with_gradient: frozenset[str]
 
 
 class _Counter:
@@ -158,20 +167,21 @@ class _Counter:
         table = UnitTable()
         first = stages if self.trained is None else [self.trained.stages[stage.index] for stage in stages]
         table.hold_together(first)
-        uses: dict[tuple[int | None, int, tuple[str, ...]], list[bool]] = {}
+        uses: dict[tuple[int | None, int, tuple[str, ...]], list[_Use]] = {}
         for stage in stages:
             for unit, block in self._units(stage):
                 below = {name: (root, path) for root, path, name in unit.states}
+                with_gradient = self._with_gradient(unit, block)
                 for names, zero in self._groups(unit, first, table):
                     key = (None if len(names) == 1 and names[0] in table.held_together else stage.index, zero, names)
                     own = {below[name] for name in names if name in below}
                     again = zero == GATHERED_PER_USE and self._gathers_again(block, own)
-                    uses.setdefault(key, []).append(again)
+                    uses.setdefault(key, []).append(_Use(again, with_gradient))
         sharded = self._sharded()
-        for (_, zero, names), again_in in uses.items():
+        for (_, zero, names), in_units in uses.items():
             zero = max(zero, int(any(name in sharded for name in names)))
             for bundle in self._bundles(names, table.gathered_apart):
-                self._bundle(bundle, zero, again_in)
+                self._bundle(bundle, zero, in_units)
 
     def _groups(
         self, unit: StageUnit, stages: Sequence[StageGraph], table: UnitTable
@@ -194,6 +204,13 @@ class _Counter:
         if not self.trains or block is None or block.policy is None:
             return False
         return gathers_in_backward(self.saved_by_autograd.of_unit(block), block.policy.recompute, weights)
+
+    def _with_gradient(self, unit: StageUnit, block: Repeat | None) -> frozenset[str]:
+        """Paths of the weights that get a gradient by this use of them."""
+        if block is None:
+            return self.saved_by_autograd.weights
+        reached = weights_with_gradient(block.block.section.body, self.saved_by_autograd.live)
+        return frozenset(name for root, path, name in unit.states if (root, path) in reached)
 
     def _trained(self, unit: StageUnit) -> dict[str, tuple[str, ...]]:
         """The trained weights of a unit, with the axes over which their gradients are summed."""
@@ -222,7 +239,7 @@ class _Counter:
             bundles.setdefault((self.plan.states[name].dtype, name in apart), []).append(name)
         yield from map(tuple, bundles.values())
 
-    def _bundle(self, names: Sequence[str], zero: int, again_in: Sequence[bool]) -> None:
+    def _bundle(self, names: Sequence[str], zero: int, uses: Sequence[_Use]) -> None:
         ranks, axis = self._num_data_ranks(names[0]), "_".join(self._data_axes(names[0]))
         if ranks == 1:
             return
@@ -235,18 +252,18 @@ class _Counter:
         elements = layout.row * group if zero else layout.total
         gather = Sent(ALL_GATHER, axis, FORWARD, elements * item_size(compute))
         reduce = Sent(REDUCE_SCATTER if zero else ALL_REDUCE, axis, BACKWARD, elements * item_size(gradient))
-        uses = len(again_in) * self.times
         if zero == GATHERED_PER_USE:
-            self._add(gather, uses)
+            self._add(gather, len(uses) * self.times)
         elif zero and self.trained is None:
             self._add(gather)
         if not self.trains:
             return
         if zero == GATHERED_PER_USE:
-            self._add(gather._replace(phase=BACKWARD), sum(again_in) * self.times)
-        if self.saved_by_autograd.weights.isdisjoint(names):
+            self._add(gather._replace(phase=BACKWARD), sum(use.gathers_again for use in uses) * self.times)
+        reducing = sum(not use.with_gradient.isdisjoint(names) for use in uses)
+        if reducing == 0:
             return  # no gradient comes to any of them
-        self._add(reduce, uses if zero > 1 else 1)
+        self._add(reduce, reducing * self.times if zero > 1 else 1)
         if group < ranks:
             self._add(over_replicas._replace(num_bytes=layout.row * item_size(gradient)))
 
@@ -320,6 +337,8 @@ class _SavedByAutograd:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.live = live_nodes(graph)
+        #: Also what no gradient comes to in the end: autograd saves for it before that is known.
+        self.recorded = frozenset(node.name for node in graph.nodes if any(each.requires_grad for each in node.outputs))
         used = {name for node in graph.nodes if node.name in self.live for name in node.inputs}
         #: Paths of the weights that get a gradient.
         self.weights = frozenset(state.path for state in graph.states if state.value.name in used)
@@ -330,5 +349,9 @@ class _SavedByAutograd:
         body = repeat.block.section.body
         names = tuple(operation.node.name for operation in body if isinstance(operation, Compute))
         if names not in self._saved_by_unit:
-            self._saved_by_unit[names] = SavedLocals.of(body, Activations.of(self.graph, self.live, names))
+            saved = SavedLocals.of(body, Activations.of(self.graph, self.live, names))
+            if saved.last >= 0 and not self.live.issuperset(self.recorded.intersection(names)):
+                recorded = Activations.of(self.graph, self.live | self.recorded, names)
+                saved = dataclasses.replace(saved, last=SavedLocals.of(body, recorded).last)
+            self._saved_by_unit[names] = saved
         return self._saved_by_unit[names]
