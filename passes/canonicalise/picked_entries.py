@@ -104,13 +104,13 @@ def _row_dim(index: fx.Node, looked_up: tuple[int, ...], size: int) -> int | Non
 
 def _gathered(node: fx.Node, picks: _Picks) -> fx.Node:
     table: Any = node.args[0]
-    taken = insert(node, aten.gather.default, (table, picks.dim, _places(node, picks)))
+    entries = insert(node, aten.gather.default, (table, picks.dim, _places(node, picks)))
     sizes = shape(table)
     ordered = [picks.looked_up[place] for place in picks.order]
     behind = sizes[picks.first + len(picks.rows) :]
-    taken = _reshaped(node, taken, [*sizes[: picks.first], *ordered, *behind])
+    entries = _reshaped(node, entries, [*sizes[: picks.first], *ordered, *behind])
     back = [picks.order.index(place) for place in range(len(picks.order))]
-    return _permuted(node, taken, picks.first, back)
+    return _permuted(node, entries, picks.first, back)
 
 
 def _scattered(node: fx.Node, picks: _Picks) -> fx.Node:

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.ir.graph import Ref
 from passes.rules.operator_call import GATHERED_LINEARS
 from passes.rules.rule import AxisChoice
-from passes.shard import Compute, Convert, Repeat, Section, ShardedGraph
+from passes.shard import Compute, ShardedGraph
+from passes.shard.operations import Operation
+from passes.shard.rewritten_sections import Body, with_rewritten_sections
 
 
 def with_shared_gathers(sharded: ShardedGraph) -> ShardedGraph:
     """``sharded`` with one operator for each group of layers that gather together (``Compute.gathers_with``)."""
-    return replace(sharded, main=_Joiner().section(sharded.main))
+    return with_rewritten_sections(sharded, _with_joined)
 
 
-class _Joiner:
-    """Rewrites sections; one that several loops run stays one."""
-
-    def __init__(self) -> None:
-        self.done: dict[int, Section] = {}
-
-    def section(self, section: Section) -> Section:
-        if id(section) not in self.done:
-            self.done[id(section)] = replace(section, body=self._body(section.body))
-        return self.done[id(section)]
-
-    def _body(self, body: Sequence[Compute | Convert | Repeat]) -> tuple[Compute | Convert | Repeat, ...]:
-        groups: dict[tuple[str, ...], list[Compute]] = {}
-        for operation in body:
-            if isinstance(operation, Compute) and operation.gathers_with:
-                groups.setdefault(operation.gathers_with, []).append(operation)
-        operations: list[Compute | Convert | Repeat] = []
-        for operation in body:
-            if isinstance(operation, Repeat):
-                block = replace(operation.block, section=self.section(operation.block.section))
-                operations.append(replace(operation, block=block))
-            elif not isinstance(operation, Compute) or not operation.gathers_with:
-                operations.append(operation)
-            elif operation is groups[operation.gathers_with][0]:
-                operations.append(_joined(groups[operation.gathers_with]))
-        return tuple(operations)
+def _with_joined(body: Body) -> Iterator[Operation]:
+    groups: dict[tuple[str, ...], list[Compute]] = {}
+    for operation in body:
+        if isinstance(operation, Compute) and operation.gathers_with:
+            groups.setdefault(operation.gathers_with, []).append(operation)
+    for operation in body:
+        if not isinstance(operation, Compute) or not operation.gathers_with:
+            yield operation
+        elif operation is groups[operation.gathers_with][0]:
+            yield _joined(groups[operation.gathers_with])
 
 
 def _joined(computes: Sequence[Compute]) -> Compute:

@@ -8,7 +8,9 @@ from typing import Any
 
 from passes.ir.graph import Graph, Node, Ref, map_refs
 from passes.rules.rule import AxisChoice
-from passes.shard import Compute, Convert, Local, Repeat, Section, ShardedGraph
+from passes.shard import Compute, Convert, Local, ShardedGraph
+from passes.shard.operations import Operation
+from passes.shard.rewritten_sections import Body, with_rewritten_sections
 
 ROTARY = "meshwright.rotary.default"
 PAIR = "meshwright.rotary_pair.default"
@@ -48,39 +50,24 @@ def _renamed(arguments: Any, names: Mapping[str, str]) -> Any:
 
 def pair_rotaries(sharded: ShardedGraph) -> ShardedGraph:
     """``sharded`` with rotary embeddings of the same angles, layout and sharding two by two in one call."""
-    return replace(sharded, main=_Pairing().section(sharded.main))
+    return with_rewritten_sections(sharded, _with_pairs)
 
 
-class _Pairing:
-    """Rewrites sections; one that several loops run stays one."""
-
-    def __init__(self) -> None:
-        self.done: dict[int, Section] = {}
-
-    def section(self, section: Section) -> Section:
-        if id(section) not in self.done:
-            self.done[id(section)] = replace(section, body=self._body(section.body))
-        return self.done[id(section)]
-
-    def _body(self, body: tuple[Compute | Convert | Repeat, ...]) -> tuple[Compute | Convert | Repeat, ...]:
-        rewritten: list[Compute | Convert | Repeat | None] = []
-        waiting: dict[Any, int] = {}
-        for operation in body:
-            if isinstance(operation, Repeat):
-                operation = replace(
-                    operation, block=replace(operation.block, section=self.section(operation.block.section))
-                )
-            elif isinstance(operation, Compute) and operation.node.op == ROTARY:
-                key = _angles(operation)
-                place = waiting.pop(key, None)
-                first = rewritten[place] if place is not None else None
-                if place is not None and isinstance(first, Compute) and not _used(first.outputs[0], rewritten[place:]):
-                    rewritten[place] = None
-                    operation = _pair(first, operation)
-                else:
-                    waiting[key] = len(rewritten)
-            rewritten.append(operation)
-        return tuple(operation for operation in rewritten if operation is not None)
+def _with_pairs(body: Body) -> tuple[Operation, ...]:
+    rewritten: list[Operation | None] = []
+    waiting: dict[Any, int] = {}
+    for operation in body:
+        if isinstance(operation, Compute) and operation.node.op == ROTARY:
+            key = _angles(operation)
+            place = waiting.pop(key, None)
+            first = rewritten[place] if place is not None else None
+            if place is not None and isinstance(first, Compute) and not _used(first.outputs[0], rewritten[place:]):
+                rewritten[place] = None
+                operation = _pair(first, operation)
+            else:
+                waiting[key] = len(rewritten)
+        rewritten.append(operation)
+    return tuple(operation for operation in rewritten if operation is not None)
 
 
 def _angles(rotary: Compute) -> tuple[Any, ...]:
@@ -94,7 +81,7 @@ def _angles(rotary: Compute) -> tuple[Any, ...]:
     return (*rotary.inputs[1:], rotary.node.constants, len(turned.shape), value.dtype, value.requires_grad, types)
 
 
-def _used(local: Local, operations: list[Compute | Convert | Repeat | None]) -> bool:
+def _used(local: Local, operations: list[Operation | None]) -> bool:
     for operation in operations:
         if isinstance(operation, Compute):
             used: tuple[Local, ...] = operation.inputs

@@ -48,11 +48,11 @@ class OperatorFacts:
     @staticmethod
     def of(node: Node, values: Mapping[str, Value], fusion: Fusion) -> OperatorFacts:
         kind, is_mixture = kind_of(node), is_experts(node)
-        taken = [(place, values[name]) for place, name in enumerate(node.inputs)]
-        read = [(place, value) for place, value in taken if (node.name, value.name) not in fusion.reads]
+        operands = [(place, values[name]) for place, name in enumerate(node.inputs)]
+        read = [(place, value) for place, value in operands if (node.name, value.name) not in fusion.reads]
         is_odd = False
         if kind == MATMUL and not is_mixture and not is_view(node):
-            is_odd = has_odd_rows(matmul_shape(node, [value.shape for _, value in taken], node.output.shape))
+            is_odd = has_odd_rows(matmul_shape(node, [value.shape for _, value in operands], node.output.shape))
         return OperatorFacts(
             node=node,
             is_view=is_view(node),

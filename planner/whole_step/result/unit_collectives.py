@@ -118,8 +118,8 @@ def weights_with_gradient(operations: Sequence[Operation], live: frozenset[str])
         for local in used_by(operation)
         if local.state is not None
     }
-    taken = {name for each in _computes(operations) if each.node.name in live for name in each.node.inputs}
-    return frozenset(below for name, below in states.items() if name in taken)
+    operands = {name for each in _computes(operations) if each.node.name in live for name in each.node.inputs}
+    return frozenset(below for name, below in states.items() if name in operands)
 
 
 @dataclass(frozen=True)
