@@ -38,7 +38,7 @@ from planner.targets import (
     read_target,
     step_device_mesh,
 )
-from planner.whole_step.candidates.demands import fixed_axes
+from planner.whole_step.candidates.demands import fixed_axes, without_defaults
 from runtime import ops
 from runtime.execution.engine import Engine
 from runtime.execution.mixed_precision import cast_floats, compute_dtype, computing_in
@@ -115,6 +115,7 @@ def compile(
     has_inputs = example_inputs is not None or batch_size is not None
     if mesh is None and plan is None and cluster is not None and has_inputs:
         mesh, cluster = cluster, None
+    options = without_defaults(options)
     kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse}
     replanner = ModelReplanner(engine_for, kept | {"optimizer": optimizer if isinstance(optimizer, str) else None})
     options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}

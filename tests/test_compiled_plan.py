@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner.library import build_model, load_config
 from tests.ranks import run_on_ranks
-from tests.small_models import TiedClassifier, seeded
+from tests.small_models import TiedClassifier, seeded, token_batch
 
 MESHES = ("dp=2", "pp=1,tp=2")
 
@@ -49,6 +49,13 @@ def test_options_that_compile_does_not_have_are_refused(target: str, options: di
     with pytest.raises(ValueError) as caught:
         planner.compile(seeded(TiedClassifier), target, **options)
     assert words in str(caught.value)
+
+
+def test_options_of_whole_steps_that_ask_for_nothing_go_with_any_mesh() -> None:
+    asks_nothing = {"fix": None, "forbid": {}, "compiled": False, "objective": "time"}
+    parallel = planner.compile(seeded(TiedClassifier), "tp=1", example_inputs=token_batch(batch=2), **asks_nothing)
+    assert parallel.plan.mesh.as_dict() == {"tp": 1}
+    assert planner.verify(seeded(TiedClassifier), "tp=1", batch=token_batch(batch=2), fix=None).ok
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from planner.verification.draws_of_plans import unused_draws
 from planner.verification.rounding import judged_by_rounding
 from planner.verification.training_run import Results, TrainingCase, compare, run_alone, run_sharded
 from planner.verification.verify_report import VerifyReport
-from planner.whole_step.candidates.demands import asks_for_step, fixed_axes
+from planner.whole_step.candidates.demands import asks_for_step, fixed_axes, without_defaults
 from runtime.execution.expert_load import DroppedTokens
 from runtime.execution.mixed_precision import cast_floats
 from runtime.execution.rank_mapping import VirtualPlaces
@@ -95,6 +95,7 @@ def verify(
     if "example_inputs" in options:
         raise ValueError("verify takes the global batch that it trains on as batch=, not example_inputs=")
     own = {"constraints", "memory_limit"}
+    options = without_defaults(options)
     check_options({name: value for name, value in options.items() if name not in own}, step=None, of="verify")
     user_plan = _given_plan(mesh)
     if user_plan is not None and dtype is None:

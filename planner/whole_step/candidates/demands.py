@@ -129,15 +129,22 @@ STEP_OPTIONS: Mapping[str, Any] = {
 
 
 def said(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of whole steps that differ from their defaults."""
-    return {name: options[name] for name, default in STEP_OPTIONS.items() if options.get(name, default) != default}
+    """The options of whole steps that ask for something: neither their default nor nothing (None, ``{}``)."""
+    asked = ((name, options.get(name), default) for name, default in STEP_OPTIONS.items())
+    return {name: value for name, value, default in asked if value not in (default, None, {})}
+
+
+def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` but for those of whole steps that ask for nothing, which any mesh may be given."""
+    asked = said(options)
+    return {name: value for name, value in options.items() if name in asked or name not in STEP_OPTIONS}
 
 
 def asks_for_step(axes: Iterable[str], options: Mapping[str, Any]) -> bool:
     """Whether to search a whole step on a fixed mesh: it has an axis for a pipeline or for experts, or some option is
     about steps."""
     asks_by_axis = not {PIPELINE, EXPERT}.isdisjoint(axes)
-    return asks_by_axis or any(options.get(name) not in (None, False, {}) for name in STEP_OPTIONS)
+    return asks_by_axis or bool(said(options))
 
 
 def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -> dict[str, Any]:
