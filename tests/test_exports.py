@@ -27,13 +27,29 @@ PIPELINE = {"pp": 2, "dp": 2, "tp": 1, "cp": 1, "num_microbatches": 4, "schedule
 
 
 @cache
-def llama(fix: str = "", framework: str | None = None, devices: int = 2) -> Plan:
-    """A plan of a tiny Llama in float32 on slow devices with fast links; ``fix``: ``tp=2,zero=0``."""
+def llama(
+    fix: str = "",
+    framework: str | None = None,
+    devices: int = 2,
+    *,
+    bandwidth: float = 1e9,
+    overlap_tensor: bool = False,
+) -> Plan:
+    """A plan of a tiny Llama in float32 on slow devices; ``fix``: ``tp=2,zero=0``."""
     pairs = dict(pair.split("=") for pair in fix.split(",") if pair)
     values = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
-    cluster = Cluster.uniform(devices, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    cluster = Cluster.uniform(
+        devices, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=bandwidth, memory_bytes=2**30
+    )
     return planner.plan(
-        "tiny-llama", cluster, global_batch=8, seq_len=12, dtype="float32", fix=values, framework=framework
+        "tiny-llama",
+        cluster,
+        global_batch=8,
+        seq_len=12,
+        dtype="float32",
+        fix=values,
+        framework=framework,
+        overlap_tensor=overlap_tensor,
     )
 
 
@@ -49,6 +65,21 @@ def test_a_plan_for_a_framework_lists_nothing_that_it_cannot_express(framework: 
     plan = llama(framework=framework)
     assert plan.export(framework).inexpressible == ()
     assert 0.0 <= plan.certificate.gap < 0.5
+
+
+@pytest.mark.parametrize(
+    ("framework", "setting"),
+    [("megatron", "--tp-comm-overlap"), ("torchtitan", "--parallelism.enable_async_tensor_parallel")],
+)
+def test_a_search_for_a_framework_lets_layers_exchange_their_rows_if_it_can_say_so(
+    framework: str, setting: str
+) -> None:
+    plan = llama("tp=2", framework, bandwidth=1e7, overlap_tensor=True)
+    exported = plan.export(framework)
+    assert exported.inexpressible == () and exported.settings[setting] is True
+    assert plan.step.costs.simulated < llama("tp=2", framework, bandwidth=1e7).step.costs.simulated
+    wished = why_not(plan, fix={"recompute": "full"}).wished
+    assert wished is not None and wished.export(framework).settings[setting] is True
 
 
 @pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
@@ -157,6 +188,8 @@ def test_what_differs_between_layers_is_listed() -> None:
 def test_demands_that_a_framework_cannot_meet_are_refused() -> None:
     with pytest.raises(ValueError, match=r"contradict Accelerate .*zero=2, 3"):
         llama("zero=1", "accelerate-fsdp2")
+    with pytest.raises(ValueError, match="Accelerate has no setting for layers that exchange their rows"):
+        llama(framework="accelerate-fsdp2", overlap_tensor=True)
     with pytest.raises(ValueError, match=r"unknown framework 'megatrn'.*megatron"):
         llama().export("megatrn")
     with pytest.raises(ValueError, match="mesh does not go with framework='megatron'"):

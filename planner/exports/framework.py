@@ -45,6 +45,7 @@ class Framework:
         splitter: whose rules split layers on the tensor axis; None: no tensor axis.
         form: the file's format.
         divides_within: the ZeRO stages whose pieces it can divide over neighbours of the data ranks (``zero_ranks``).
+        overlaps_tensor: whether a setting of it lets layers exchange their rows beside their products.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Framework:
     splitter: Splitter | None = None
     command: tuple[str, ...] = field(default_factory=tuple)
     divides_within: tuple[int, ...] = ()
+    overlaps_tensor: bool = False
 
     @property
     def title(self) -> str:

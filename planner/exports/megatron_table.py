@@ -44,7 +44,7 @@ def _context_collective(facts: PlanFacts) -> str | None:
 
 def _gathers_again(facts: PlanFacts) -> Iterator[str]:
     """With sequence parallelism the inputs of column layers are kept in parts, and gathered again going backward."""
-    if facts.sequence_parallel and "none" in facts.layer_recompute:
+    if facts.sequence_parallel and facts.gathers_in_blocks and "none" in facts.layer_recompute:
         yield "recompute=none with sequence parallelism: Megatron gathers inputs of column layers again (regather)"
     if "regather" in facts.layer_recompute and not facts.sequence_parallel:
         yield "recompute=regather without sequence parallelism: there is nothing to gather again"
@@ -64,6 +64,7 @@ MEGATRON = Framework(
     form="shell",
     command=("torchrun", "pretrain_gpt.py"),
     splitter="megatron",
+    overlaps_tensor=True,
     divides_within=(1, 2, 3),
     choices={
         "schedule": ("1f1b", "interleaved_1f1b"),

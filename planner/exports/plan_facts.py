@@ -198,6 +198,12 @@ class PlanFacts:
         return any(shard_dim(where[place]) is not None for block in self.plan.blocks for where in block.carried)
 
     @cached_property
+    def gathers_in_blocks(self) -> bool:
+        """Whether repeated blocks gather tokens on the tensor axis; products that exchange their rows keep none."""
+        gathered = (step.value for step in self.activations_converted("tp", "all_gather"))
+        return any(self._in_block(value.removeprefix("node:").split(":", 1)[0]) for value in gathered)
+
+    @cached_property
     def overlaps_tensor(self) -> bool:
         """Whether layers exchange the rows that the tensor axis cuts beside their products."""
         place = self._place("tp")

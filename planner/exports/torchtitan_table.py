@@ -66,6 +66,7 @@ TORCHTITAN = Framework(
     form="shell",
     command=("torchrun", "-m", "torchtitan.train"),
     splitter="megatron",
+    overlaps_tensor=True,
     divides_within=(2, 3),
     choices={
         "schedule": tuple(SCHEDULES),
