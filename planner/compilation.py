@@ -115,7 +115,6 @@ def compile(
     has_inputs = example_inputs is not None or batch_size is not None
     if mesh is None and plan is None and cluster is not None and has_inputs:
         mesh, cluster = cluster, None
-    options = without_defaults(options)
     kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse}
     replanner = ModelReplanner(engine_for, kept | {"optimizer": optimizer if isinstance(optimizer, str) else None})
     options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}
@@ -123,7 +122,7 @@ def compile(
     if has_inputs:
         options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
     elif plan is None and (mesh is None or is_step_on_axes(model, mesh, options)):
-        parallel = planned_later(model, mesh, options, engine_for)
+        parallel = planned_later(model, mesh, without_defaults(options), engine_for)
         return in_place_of(model, parallel, optimizer, replanner)
     if mesh is None:
         mesh = process_group_as_cluster() if plan is None else plan
@@ -169,6 +168,7 @@ def engine_for(
     together = ranks_of(mesh, ranks)
     together.together(load_extensions)
     target, user_plan = together.together(lambda: _read_arguments(model, mesh, cluster, plan))
+    options = without_defaults(options)
     compared: dict[str, Any] = {
         "constraints": constraints,
         "memory_limit": memory_limit,

@@ -88,8 +88,8 @@ def plan_for(
     refuse_unequal(cluster, f"a search within what {framework.title} can say")
     if demands.overlap_tensor and not framework.overlaps_tensor:
         raise ValueError(
-            f"overlap_tensor=True does not go with framework={framework.name!r}: {framework.project} has no setting for "
-            "layers that exchange their rows"
+            f"overlap_tensor=True does not go with framework={framework.name!r}: {framework.project} has no setting "
+            "for layers that exchange their rows"
         )
     space = BaselineSpace(graph, config=config, compiled=demands.compiled, overlap_tensor=demands.overlap_tensor)
     tensor = framework.splitter if framework.splitter and space.roles(framework.splitter) is not None else None
