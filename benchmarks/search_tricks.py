@@ -131,6 +131,7 @@ TRICKS: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "whole units in rounds": ((f"{_STAGES}.stage_bounds._filled_rounds", _never),),
     "longest chunk of rounds": ((f"{_STAGES}.stage_ilp.add_longest", _nothing),),
     "hulls of ranks' loads": ((f"{_STAGES}.stage_ilp.add_tables", _nothing),),
+    "whole units on each rank of a V": ((f"{_STAGES}.stage_ilp._Search.branch_on_shares", _nothing),),
     "balanced cuts": ((f"{_STAGES}.stage_ilp._Search.try_balanced", _nothing),),
     "rounds alike": ((f"{_STAGES}.stage_ilp.by_rounds", _never),),
     "all chunks alike in a V": ((f"{_STAGES}.stage_ilp.all_alike", _never),),
