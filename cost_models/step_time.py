@@ -81,6 +81,7 @@ the difference (8 ranks), each micro-batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,6 +128,24 @@ def step_seconds(step: PipelineStep) -> StepSeconds:
             sum(layer_sum(step.chunks[k], "update_step", "gather_step") for k in own_chunks) for own_chunks in ranks
         ),
     )
+
+
+def least_simulated(step: PipelineStep) -> float:
+    """Seconds that the simulator (``cost_models.simulator``) does not beat, of compute alone: of the busiest rank, and
+    along the longest path through an order that is played to its end."""
+    seconds = [
+        (layer_sum(chunk, "forward"), layer_sum(chunk, "backward"), layer_sum(chunk, "backward_weight"))
+        for chunk in step.chunks
+    ]
+    busiest = max(sum(seconds[k][0] + seconds[k][1] for k in own_chunks) for own_chunks in chunks_of_ranks(step))
+    if not math.isinf(schedule_named(step.schedule).played) or step.num_ranks == 1:
+        return step.num_microbatches * busiest
+    return longest_path(
+        step.schedule,
+        num_ranks=step.num_ranks,
+        num_microbatches=step.num_microbatches,
+        seconds=[(forward, backward - weight, weight) for forward, backward, weight in seconds],
+    ).seconds
 
 
 def step_memory(step: PipelineStep) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from cost_models.pipeline_play import programs
 from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
 from cost_models.simulator import Event, simulate
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
-from cost_models.step_time import layer_sum
+from cost_models.step_time import layer_sum, least_simulated
 from cost_models.streams import Streams, action_map, layer_tasks, play
 from tests.patience import calls_made
 from tests.step_samples import any_steps, equal_step
@@ -84,6 +84,11 @@ def test_v_half_waits_less_than_1f1b_with_half_of_its_memory(num_ranks: int, num
     most = max(rank.peak_bytes for rank in plain.ranks)
     assert {rank.peak_bytes for rank in half.ranks} == {most / 2 + 2}
     assert half.seconds - 6 * num_microbatches <= 0.6 * (plain.seconds - 6 * num_microbatches)
+
+
+def test_a_v_takes_as_long_as_its_longest_path_where_nothing_is_communicated() -> None:
+    step = equal_step("v_half", num_ranks=4, num_microbatches=16)
+    assert least_simulated(step) == pytest.approx(simulate(step).seconds)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -204,6 +209,7 @@ def test_timeline_obeys_streams_dependencies_and_sums(step: PipelineStep) -> Non
     report = simulate(step, timeline=True)
     assert report.timeline is not None
     assert report.seconds == pytest.approx(max(event.end for event in report.timeline))
+    assert least_simulated(step) <= report.seconds * (1 + 1e-9)
     by_stream: dict[tuple[int, str], list[Event]] = defaultdict(list)
     span: dict[str, tuple[float, float]] = {}
     for event in report.timeline:

@@ -18,7 +18,7 @@ from planner.pipeline_ilp.fronts import Front
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.rounds import longest_chunk
 from planner.pipeline_ilp.stage_bounds import lower_bound, memory_shortfall
-from planner.pipeline_ilp.stage_ilp import bound_within_memory, quick_bound, solve_stages
+from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
 from planner.pipeline_ilp.stage_problem import (
     Assignment,
     StageProblem,
@@ -175,6 +175,9 @@ def test_one_long_run_in_several_chunks_a_rank_equals_exhaustive_enumeration(sch
             continue
         feasible += 1
         assert solution.objective == pytest.approx(best, rel=1e-6)
+        above, below = (solve_stages(problem, gap=1e-7, cutoff=best * share) for share in (1.01, 0.99))
+        assert above is not None and above.objective == pytest.approx(best, rel=1e-6)
+        assert below is not None and below.status == CUTOFF
         assert solution.assignment is not None
         chunks = as_step(folded(problem), solution.assignment).chunks
         longest = max(layer_sum(chunk, "forward", "backward") for chunk in chunks)

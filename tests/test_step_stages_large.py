@@ -252,3 +252,44 @@ def test_a_v_of_even_chunks_in_one_choice_is_found_where_loads_alone_mislead() -
     assert solution is not None and solution.assignment is not None and solution.gap <= 5e-3
     counts = [sum(count for _, _, count in groups) for groups in solution.assignment]
     assert set(counts) == {2}
+
+
+def test_whole_layers_on_each_rank_bound_a_v_where_its_program_gets_no_effort() -> None:
+    """14 layers on 4 ranks within memory: by fractions of layers every rank is less busy than any can be."""
+
+    def choice(recomputed: float, saved: float, reduced: float, state: float, peak: float) -> UnitChoice:
+        costs = LayerCosts(
+            forward=13.2e-3,
+            backward=(27.6 - reduced + recomputed) * 1e-3,
+            backward_weight=(12.6 - 1.3 * reduced) * 1e-3,
+            state_bytes=state * GIB,
+            saved_bytes=saved * GIB,
+            peak_bytes=peak * GIB,
+        )
+        return UnitChoice(label=(f"{recomputed}",), costs=costs)
+
+    recompute, zero = ((0.0, 0.72), (1.7, 0.5), (1.9, 0.46), (10.5, 0.03)), ((0.0, 8.9, 0.26), (2.0, 7.4, 3.2))
+    layer = UnitRun(
+        name="layers",
+        count=14,
+        choices=tuple(choice(*seconds, *level) for seconds in recompute for level in zero),
+        receive_forward=75e-5,
+        receive_backward=75e-5,
+    )
+    ends = [
+        UnitRun(name=name, count=1, choices=(UnitChoice(label=(name,), costs=costs),))
+        for name, costs in (
+            ("embedding", LayerCosts(forward=8e-4, backward=2.7e-3, backward_weight=2.1e-3, state_bytes=5.9 * GIB)),
+            ("head", LayerCosts(forward=7e-3, backward=15e-3, backward_weight=8e-3, state_bytes=5.9 * GIB)),
+        )
+    ]
+    problem = StageProblem(
+        runs=(ends[0], layer, ends[1]),
+        schedule="v_half",
+        num_ranks=4,
+        num_chunks=8,
+        num_microbatches=16,
+        memory=(39.5 * GIB,) * 4,
+    )
+    solution = solve_stages(problem, effort=1.0, cutoff=2.75)
+    assert solution is not None and solution.status == CUTOFF

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice
 from planner.pipeline_ilp.stage_program import spans
@@ -121,6 +122,21 @@ class DualWeights:
 
 #: The exact busy time of a rank for one micro-batch.
 LOAD = DualWeights(lambda costs: costs.forward + costs.backward)
+
+
+def whole_step_weights(problem: StageProblem) -> DualWeights:
+    """Weights of a unit's contribution to the step if ranks are alike: its load, its part of the fill, its update."""
+    times, ranks = problem.num_microbatches, problem.num_ranks
+    schedule = SCHEDULES[problem.schedule]
+    fill = (ranks - 1) / ranks / (problem.num_chunks // ranks if schedule.divided else 1)
+    forward, backward, weight = (fill * value for value in schedule.fills[0])
+
+    def unit(costs: LayerCosts) -> float:
+        compute = (times / ranks + forward) * costs.forward + (times / ranks + backward) * costs.backward
+        compute += (weight - backward) * costs.backward_weight if schedule.splits_backward else 0.0
+        return compute + (costs.update_step + costs.gather_step) / ranks
+
+    return DualWeights(unit, proves=False)
 
 
 def received(problem: StageProblem, shares: tuple[float, float]) -> list[float]:

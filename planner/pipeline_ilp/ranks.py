@@ -211,7 +211,7 @@ def add_tables(stage: StageProgram, shares: Shares, largest_load: float) -> None
             points.append((float(units), table.load(units) / stage.second))
         if not points:
             continue
-        stage.row(held, upper=points[-1][0])
+        stage.share_rows.append(stage.row(held, upper=points[-1][0]))
         for (left_units, low), (right_units, high) in itertools.pairwise(_lower_hull(points)):
             slope = (high - low) / (right_units - left_units)
             stage.row(Linear().add(load).add(held, -slope), lower=low - slope * left_units)

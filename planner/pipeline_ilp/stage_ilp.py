@@ -53,6 +53,7 @@ hull of each rank's least load against the units that it holds,
 
 over the loads that are possible in a step no slower than the incumbent. Both are computed rank by rank, exactly, before
 the program is solved, together with assignments that often meet the bound, so that the program is often not needed.
+With two chunks a rank the relaxation is bounded over whole n[r] first (``whole_shares``).
 """
 
 from __future__ import annotations
@@ -65,11 +66,10 @@ from typing import Any
 
 from cost_models.order_path import Counts
 from cost_models.schedules import SCHEDULES
-from cost_models.step import LayerCosts
 from cost_models.step_time import played_path, step_memory, step_seconds
 from planner.pipeline_ilp.balance import all_alike, balance, by_rounds
 from planner.pipeline_ilp.coding import decode, encode
-from planner.pipeline_ilp.fronts import LOAD, DualWeights
+from planner.pipeline_ilp.fronts import LOAD, DualWeights, whole_step_weights
 from planner.pipeline_ilp.loads import load_within_memory
 from planner.pipeline_ilp.path_rows import add_longest_path, add_paths
 from planner.pipeline_ilp.ranks import Shares, add_tables, share_out
@@ -77,6 +77,7 @@ from planner.pipeline_ilp.rounds import add_longest
 from planner.pipeline_ilp.segments import Segments, cut_segments
 from planner.pipeline_ilp.stage_bounds import memory_shortfall, time_bounds
 from planner.pipeline_ilp.stage_problem import (
+    ROUNDING,
     Assignment,
     StageProblem,
     as_step,
@@ -87,6 +88,7 @@ from planner.pipeline_ilp.stage_problem import (
 )
 from planner.pipeline_ilp.stage_program import StageProgram, build_stage_program, in_rounds
 from planner.pipeline_ilp.tails import shorter_tails
+from planner.pipeline_ilp.whole_shares import bound_of_whole_shares
 from planner.solvers.linear import OPTIMAL, SECOND, STOPPED, UNPROVED, LinearProgram, LinearSolution
 from planner.solvers.pulp_solver import HIGHS
 from planner.solvers.solver import solve
@@ -202,7 +204,7 @@ def even_rounds(problem: StageProblem) -> Iterator[Assignment]:
     """Yield assignments with equal rounds for an interleaved schedule (nothing for others): they may run faster than
     uneven ones, although the closed form prices them higher."""
     settled = folded(problem)
-    yield from by_rounds(settled, _whole_step(settled))
+    yield from by_rounds(settled, whole_step_weights(settled))
 
 
 class _Search:
@@ -258,8 +260,13 @@ class _Search:
 
     def settled(self) -> bool:
         """Whether the best is within the gap of the bound, or no assignment can beat the cutoff."""
-        limit, gap = (self.objective, self.gap) if self.beats_cutoff else (self.cutoff, self.gap_to_cutoff)
+        limit, gap = self.limit
         return math.isfinite(limit) and limit - self.bound <= gap * limit
+
+    @property
+    def limit(self) -> tuple[float, float]:
+        """Seconds to beat, and by which share of them the bound may stay below."""
+        return (self.objective, self.gap) if self.beats_cutoff else (self.cutoff, self.gap_to_cutoff)
 
     @property
     def beats_cutoff(self) -> bool:
@@ -308,7 +315,10 @@ class _Search:
                 break
         last_proof = proof
         if math.isfinite(self.cutoff):
-            self.relax(self.program(last_proof))
+            stage = self.program(last_proof)
+            self.branch_on_shares(stage, last_proof)
+            if not self.settled():
+                self.relax(stage)
         for remember, proof in proofs.items():
             if self.settled() or self.improve(proof, remember=remember):
                 break
@@ -330,7 +340,7 @@ class _Search:
         """Offer assignments beside the proof's; whether no further improvement is expected."""
         problem = self.within(remember=remember)
         fitting = False
-        for weights in (LOAD, _whole_step(self.problem)):
+        for weights in (LOAD, whole_step_weights(self.problem)):
             shares = proof if weights.proves else self.taken_apart(problem, weights)
             if shares is None or math.isinf(shares.load):
                 continue
@@ -348,7 +358,7 @@ class _Search:
 
     def try_balanced(self) -> None:
         """Offer cuts that balance the ranks, with the fastest choices within memory."""
-        for weights in (LOAD, _whole_step(self.problem)):
+        for weights in (LOAD, whole_step_weights(self.problem)):
             assignment = balance(self.problem, weights)
             if assignment is not None:
                 self.offer(assignment)
@@ -394,6 +404,13 @@ class _Search:
             if solution.values is None or self.settled() or not add_longest_path(stage, solution.values):
                 break
 
+    def branch_on_shares(self, stage: StageProgram, shares: Shares | Segments | None) -> None:
+        """Raise the bound by whole units on each rank, where paths through the order hang on them."""
+        if isinstance(shares, Shares):
+            limit, gap = self.limit
+            proved = limit * (1.0 - gap) * (1.0 + ROUNDING)
+            self.bound = max(self.bound, bound_of_whole_shares(stage, shares, proved, deadline=self.deadline))
+
     def solve(self, stage: StageProgram) -> StageSolution | None:
         """Solve the integer program from the incumbent, and again while its solutions' longest paths are missing."""
         limit = None if math.isinf(self.cutoff) else self.cutoff / stage.second - stage.constant
@@ -429,18 +446,3 @@ class _Search:
         if self.settled():
             status = OPTIMAL
         return StageSolution(self.best, self.objective, min(self.bound, self.objective), status, *self.size)
-
-
-def _whole_step(problem: StageProblem) -> DualWeights:
-    """Weights of a unit's contribution to the step if ranks are alike: its load, its part of the fill, its update."""
-    times, ranks = problem.num_microbatches, problem.num_ranks
-    schedule = SCHEDULES[problem.schedule]
-    fill = (ranks - 1) / ranks / (problem.num_chunks // ranks if schedule.divided else 1)
-    forward, backward, weight = (fill * value for value in schedule.fills[0])
-
-    def unit(costs: LayerCosts) -> float:
-        compute = (times / ranks + forward) * costs.forward + (times / ranks + backward) * costs.backward
-        compute += (weight - backward) * costs.backward_weight if schedule.splits_backward else 0.0
-        return compute + (costs.update_step + costs.gather_step) / ranks
-
-    return DualWeights(unit, proves=False)

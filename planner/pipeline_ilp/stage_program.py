@@ -54,7 +54,8 @@ class StageProgram:
     choice is a separate variable. ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are f[k] and b[k],
     ``weight`` is W[k] where a schedule splits the backward; ``largest`` is the column of L and, with rounds, ``fill``
     the column of G. With two chunks a rank, ``pipeline`` is m·L + G, and ``paths`` are the paths through the order that
-    have a row (``planner.pipeline_ilp.path_rows``).
+    have a row (``planner.pipeline_ilp.path_rows``). ``chunk_rows`` are the rows of how many units each chunk holds,
+    ``share_rows`` of how many of the long run each rank does (``planner.pipeline_ilp.ranks.add_tables``).
     """
 
     problem: StageProblem
@@ -71,18 +72,20 @@ class StageProgram:
     fill: int = 0
     pipeline: Linear | None = None
     paths: set[Counts] = field(default_factory=set)
+    share_rows: list[int] = field(default_factory=list)
+    chunk_rows: list[int] = field(default_factory=list)
 
     def at_least(self, target: int, expression: Linear) -> None:
         """Add the row: column ``target`` ≥ expression."""
         self.row(Linear([(target, 1.0)]).add(expression, -1.0), lower=0.0)
 
-    def row(self, expression: Linear, *, lower: float = -math.inf, upper: float = math.inf) -> None:
-        """Add lower ≤ expression ≤ upper, each column once."""
+    def row(self, expression: Linear, *, lower: float = -math.inf, upper: float = math.inf) -> int:
+        """Add lower ≤ expression ≤ upper, each column once, and return its row."""
         merged: dict[int, float] = {}
         for column, value in expression.terms:
             merged[column] = merged.get(column, 0.0) + value
         terms = [(column, value) for column, value in merged.items() if value]
-        self.program.row(terms, lower=lower - expression.constant, upper=upper - expression.constant)
+        return self.program.row(terms, lower=lower - expression.constant, upper=upper - expression.constant)
 
     def minimise(self, expression: Linear, factor: float = 1.0) -> None:
         """Add ``factor`` times an expression to the objective."""
@@ -158,7 +161,7 @@ def add_units(stage: StageProgram) -> None:
                 column = program.variable(upper=float(run.count), integer=True)
                 moves.append(Move(index, choice, column, option))
         stage.moves.append(moves)
-        program.row([(move.column, 1.0) for move in moves], lower=1.0)
+        stage.chunk_rows.append(program.row([(move.column, 1.0) for move in moves], lower=1.0))
     for index, run in enumerate(problem.runs):
         columns = [(move.column, 1.0) for moves in stage.moves for move in moves if move.run == index]
         program.row(columns, lower=float(run.count), upper=float(run.count))

@@ -58,7 +58,7 @@ def solve(
     Raises:
         ValueError: if a solver other than HiGHS fails.
     """
-    scale = LARGEST_COST / (max(map(abs, program.costs), default=0.0) or 1.0)
+    scale = cost_scale(program)
     if solver != HIGHS:
         return _solve_by_another(program, solver, scale=scale, time_limit=time_limit, effort=effort, gap=gap)
     return _solve_highs(
@@ -71,6 +71,11 @@ def solve(
         start=start,
         presolve=presolve,
     )
+
+
+def cost_scale(program: LinearProgram) -> float:
+    """By what costs are multiplied for a solver."""
+    return LARGEST_COST / (max(map(abs, program.costs), default=0.0) or 1.0)
 
 
 def _solve_by_another(
@@ -122,7 +127,7 @@ def _solve_highs(
         highs.cbMipInterrupt.subscribe(branching.count)
     else:
         highs.setOptionValue("simplex_iteration_limit", int(min(MOST, 1 + effort / entries)))
-    _pass_model(highs, program, scale)
+    pass_model(highs, program, scale)
     if start is not None:
         columns, values = np.array(list(start), dtype=np.int32), np.array(list(start.values()), dtype=float)
         highs.setSolution(len(start), columns, values)
@@ -153,7 +158,7 @@ def _solve_highs(
     )
 
 
-def _pass_model(highs: Any, program: LinearProgram, scale: float) -> None:
+def pass_model(highs: Any, program: LinearProgram, scale: float) -> None:
     """Hand ``highs`` the program's arrays, costs times ``scale``; copied whole, since one entry at a time takes longer
     than solving."""
     import highspy

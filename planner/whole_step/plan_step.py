@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.step_time import least_simulated
 from cost_models.text import counted
 from cost_models.unequal_devices import orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.step_plan import CHUNKED_LOSS
 from passes.repeats.repeated_blocks import BlockRun
+from planner.pipeline_ilp.stage_problem import ROUNDING, as_step
 from planner.sharding_ilp.folding import BETTER
 from planner.solvers.collection import no_collection
 from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
@@ -290,7 +292,13 @@ class _Planner:
         num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
         near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
         judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
-        plain = [judge(each) for solved in judged for each in plainer(solved.solution) if fits_on_host(search, each)]
+        quickest = min(each.report.seconds for each in judged)
+        plain = [
+            judge(each)
+            for solved in judged
+            for each in plainer(solved.solution)
+            if fits_on_host(search, each) and _may_be_best(each, outcome.bound, quickest)
+        ]
         fitting = [each for each in experts if fits_on_host(search, each.solution)]
         best = min([_best([*judged, *plain], outcome.bound), *fitting], key=lambda each: each.report.seconds)
         others = [each for each in judged if each is not best]
@@ -333,11 +341,23 @@ def _data_experts(search: Search, cluster: Cluster, demands: Demands) -> list[Ju
     return [] if cluster.has_unequal_devices else list(data_experts(search.level_one, cluster, demands))
 
 
+def _may_be_best(solution: StepSolution, bound: float, quickest: float) -> bool:
+    """Whether ``_best`` may pick a solution beside one that takes ``quickest`` seconds in the simulator."""
+    if _is_near(solution, bound):
+        return True
+    return least_simulated(as_step(solution.problem, solution.assignment)) <= quickest * (1.0 + ROUNDING)
+
+
+def _is_near(solution: StepSolution, bound: float) -> bool:
+    """Whether a solution is proved near-optimal by the closed form."""
+    return solution.seconds * (1.0 - PROVED) <= bound
+
+
 def _best(judged: list[Judged], bound: float) -> Judged:
     """The solution that is fastest in the simulator among those proved near-optimal by the closed form, unless another
     is clearly faster."""
     fastest = min(judged, key=lambda candidate: candidate.report.seconds)
-    near = [candidate for candidate in judged if candidate.solution.seconds * (1.0 - PROVED) <= bound]
+    near = [candidate for candidate in judged if _is_near(candidate.solution, bound)]
     best = min(near, key=lambda candidate: candidate.report.seconds, default=fastest)
     return fastest if fastest.report.seconds < best.report.seconds * (1.0 - CLEARLY) else best
 
