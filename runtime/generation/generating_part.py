@@ -14,7 +14,7 @@ OTHERWISE = "generate(gathered=True) gathers the weights and generates with the 
 _BY_ROW = ("adapter_names", "alora_offsets")
 
 
-def generating_part(model: nn.Module) -> Any:
+def generating_part(model: nn.Module) -> nn.Module:
     """The module in ``model`` that generation calls.
 
     Raises:
@@ -24,7 +24,8 @@ def generating_part(model: nn.Module) -> Any:
         return model
     adapted: Any = model
     _refuse_adapters(adapted, adapted.peft_config.values())
-    return adapted.get_base_model()
+    base: nn.Module = adapted.get_base_model()
+    return base
 
 
 def generating_path(model: nn.Module) -> str:
