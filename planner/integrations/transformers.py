@@ -283,6 +283,11 @@ class TransformersTrainer(transformers.Trainer):
         if self.args.should_save and own.exists():
             shutil.copyfile(own, own.with_name("rng_state.pth"))
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._training.take_random_states()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._training.load(checkpoint, self.accelerator.prepared_model, self.optimizer, self.lr_scheduler)
