@@ -29,6 +29,8 @@ MODELS = ("gpt2", "llama", "t5", "bart", "mixtral", "whisper")
 DEEP = ("bart-deep", "whisper-deep")
 #: Mesh → ranks.
 MESHES = {"tp=2": 2, "tp=4": 4, "dp=2,tp=2": 4, "pp=2": 2}
+#: With adapters of PEFT, on and off.
+ADAPTED = ("llama-lora", "t5-lora")
 DTYPES = ("float32", "float64")
 WAYS = ("greedy", "beams")
 #: Goal: processor seconds of a token over transformers' on one process.
@@ -41,7 +43,7 @@ Row = dict[str, Any]
 def cell(model: str, mesh: str, dtype: str) -> Row:
     """What a model gives on a mesh: ``equal`` by way, bytes of cache by rank, or an ``error``."""
     padded = "" if model.startswith("whisper") else "!padded"  # which hears
-    ways = [f"greedy{padded}", "beams"]
+    ways = [*(["greedy!base", "beams!base"] if model in ADAPTED else []), f"greedy{padded}", "beams"]
     try:
         answers = run_on_ranks("generation_worker", MESHES[mesh], [[model, mesh, ways, dtype]], timeout=1200)
     except AssertionError as error:
@@ -78,7 +80,7 @@ def timed(model: str, way: str, rounds: int) -> Row:
 def run(only: str, record: Path, rounds: int) -> dict[str, Row]:
     """Every row whose name matches, those in ``record`` not again."""
     rows = _recorded(record)
-    pairs = [(model, mesh) for mesh in MESHES for model in MODELS] + [(model, "pp=2") for model in DEEP]
+    pairs = [(model, mesh) for mesh in MESHES for model in (*MODELS, *ADAPTED)] + [(model, "pp=2") for model in DEEP]
     cells = {f"{model} {mesh} {dtype}": (model, mesh, dtype) for dtype in DTYPES for model, mesh in pairs}
     times = {f"{model} {way} time": (model, way) for model in MODELS for way in WAYS}
     for name in filter(re.compile(only).search, [*times, *cells]):
@@ -106,7 +108,7 @@ def page(rows: dict[str, Row]) -> str:
         "`python -m benchmarks.generation --markdown PATH`. "
         f"{sum(map(_is_equal, cells.values()))} of {len(cells)} cells have the tokens of transformers' `generate` on "
         "one process, on every rank and in both ways, and the bytes of cache that were predicted. Greedy is from "
-        "prompts of two lengths (Whisper: from sound).",
+        "prompts of two lengths (Whisper: from sound). `-lora`: with adapters that are not merged, on and off.",
         "",
         "| model, mesh, dtype | greedy | beam 4 | bytes of cache by rank | predicted |",
         "|---|---|---|---|---|",
@@ -137,6 +139,7 @@ def _times(times: dict[str, Row]) -> list[str]:
 
 def _found(row: Row, way: str) -> str:
     answers = [answer for key, answer in row.items() if key.partition("!")[0] == way]
+    answers.sort(key="equal".__eq__)  # what differs comes first
     return answers[0] if answers else f"failed: {row.get('error', '')[-200:]}".replace("\n", " ").replace("|", "/")
 
 

@@ -65,6 +65,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     precision: str | torch.dtype | None = None,
     fuse: bool = True,
+    dynamic: bool = False,
     optimizer: torch.optim.Optimizer | str | None = None,
     **options: Any,
 ) -> ParallelModule:
@@ -100,6 +101,9 @@ def compile(
             masters that the optimizer updates; gradients are added up and reduced in float32, and losses are computed
             in it, as under a GPU's autocast. A whole step is planned.
         fuse: plan and run fused operators, as in ``planner.plan``; a plan that is given says so itself.
+        dynamic: batches will have many sizes: the model is traced once for any size of each dim of its inputs (of 2 and
+            more) that it allows, which takes a few times as long as for one. Without it that is done at the first call
+            of other sizes, by another trace.
         optimizer: one that was made before, over the parameters of ``model``: it trains the parallel module from then
             on (without it, it refuses to step). Its name (``"adamw"``), as in ``planner.plan``, only says what a whole
             step is planned for.
@@ -115,9 +119,10 @@ def compile(
     has_inputs = example_inputs is not None or batch_size is not None
     if mesh is None and plan is None and cluster is not None and has_inputs:
         mesh, cluster = cluster, None
-    kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse}
+    kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse, "dynamic": dynamic}
     replanner = ModelReplanner(engine_for, kept | {"optimizer": optimizer if isinstance(optimizer, str) else None})
     options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}
+    options |= {"dynamic": dynamic}
     options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
     if has_inputs:
         options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
@@ -151,6 +156,7 @@ def engine_for(
     plan: Plan | str | Path | None = None,
     precision: str | torch.dtype | None = None,
     fuse: bool = True,
+    dynamic: bool = False,
     optimizer: str | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     ranks: Sequence[int] | None = None,
@@ -174,6 +180,7 @@ def engine_for(
         "memory_limit": memory_limit,
         "precision": precision,
         "fuse": fuse,
+        "dynamic": dynamic,
     }
     if user_plan is None and enables_checkpoints(model) and not plans_step(target, options):
         options["fix"] = {"recompute": "full"}
@@ -239,6 +246,7 @@ def engine_for(
         example_inputs=example_inputs,
         compute=compute,
         buffers=buffers,
+        dynamic=dynamic,
     )
 
 
@@ -332,6 +340,7 @@ def _engine(
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     compute: torch.dtype | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    dynamic: bool = False,
 ) -> Engine:
     """An engine on any places, with its first programs built if there are example inputs.
 
@@ -354,6 +363,7 @@ def _engine(
         by_name = isinstance(example_inputs, Mapping)
         example = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
     options: dict[str, Any] = {"loss_fn": loss_fn, "compute": compute, "planner": planner, "buffers": buffers}
+    options["dynamic"] = dynamic
     return Engine(model, places, plan=plan, example=example, **options)
 
 

@@ -56,7 +56,7 @@ def planned_later(
 
 def _check_alike_on_axes(model: nn.Module, target: MeshShape, options: Mapping[str, Any]) -> None:
     """Compare and check now what is planned later."""
-    own = ("constraints", "memory_limit", "precision", "fuse", "loss_fn", "cluster", "optimizer")
+    own = ("constraints", "memory_limit", "precision", "fuse", "dynamic", "loss_fn", "cluster", "optimizer")
     compared = {name: value for name, value in options.items() if name != "loss_fn"}
     check_compiled_alike(
         ranks_of(target), model, target=target, plan=None, loss_fn=options["loss_fn"], options=compared

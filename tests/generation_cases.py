@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 #: Samples, tokens of a prompt.
@@ -59,10 +60,20 @@ def _whisper(**changes: Any) -> nn.Module:
     return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes))
 
 
+def _adapted(model: Any, places: list[str]) -> nn.Module:
+    """With LoRA whose matrices are far from zero."""
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"r": 4, "lora_alpha": 32, "init_lora_weights": False}
+    kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    return get_peft_model(model, LoraConfig(target_modules=places, task_type=kind, **options))
+
+
 #: Model → what makes it.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "t5": _t5, "bart": _bart,
     "whisper": _whisper,
+    "llama-lora": lambda: _adapted(_llama(), ["q_proj", "v_proj", "down_proj"]),
+    "t5-lora": lambda: _adapted(_t5(), ["q", "v", "wo"]),
     "bart-deep": lambda: _bart(**_DEEP), "whisper-deep": lambda: _whisper(**_DEEP),
 }  # fmt: skip
 #: Way to generate → arguments of ``generate``.

@@ -17,7 +17,8 @@ NEW_TOKENS = 6
 
 
 def compare(name: str, mesh: str, ways: list[str], dtype: str = "float32") -> dict[str, Any]:
-    """By way of generating (``!padded`` behind it: from a padded prompt): whether the tokens are the same.
+    """By way of generating: whether the tokens are the same. ``!padded`` behind it: from a padded prompt; ``!base``:
+    with its adapters off.
 
     ``bytes`` are those of each rank's cache in the last of the ways, ``planned`` what was said of it before.
     """
@@ -31,14 +32,20 @@ def compare(name: str, mesh: str, ways: list[str], dtype: str = "float32") -> di
     source = {"source_length": PROMPT} if name.startswith(("t5", "bart")) else {}
     results: dict[str, Any] = {"planned": _of_all_ranks(parallel.cache_bytes(batch=rows, **length, **source))}
     for way in ways:
-        kind, _, padded = way.partition("!")
-        options = {"padded": bool(padded), "new_tokens": NEW_TOKENS, "dtype": precision}
+        kind, *marks = way.split("!")
+        options = {"padded": "padded" in marks, "new_tokens": NEW_TOKENS, "dtype": precision}
+        tokens = without_adapters if "base" in marks else generated
         torch.manual_seed(1000 * dist.get_rank())  # the first rank's draws count
-        answers = _of_all_ranks(generated(parallel, name, kind, **options))
-        expected = generated(model_named(name, precision), name, kind, **options) if dist.get_rank() == 0 else None
+        answers = _of_all_ranks(tokens(parallel, name, kind, **options))
+        expected = tokens(model_named(name, precision), name, kind, **options) if dist.get_rank() == 0 else None
         results[way] = "equal" if answers == [expected] * len(answers) else f"{answers} instead of {expected}"
     results["bytes"] = _of_all_ranks(parallel.cache_bytes())
     return results
+
+
+def without_adapters(model: Any, *args: Any, **options: Any) -> Any:
+    with model.disable_adapter():
+        return generated(model, *args, **options)
 
 
 def _of_all_ranks(value: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AdaptionPromptConfig, LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
@@ -34,11 +35,12 @@ from tests.generation_cases import generated, model_named, prompt_of, training_b
 from tests.ranks import run_on_ranks
 from tests.versions import transformers_version
 
-#: Model, mesh, ways to generate (``!padded``: from prompts of two lengths).
+#: Model, mesh, ways to generate (``!padded``: from prompts of two lengths; ``!base``: adapters off).
 CASES: list[tuple[str, str, list[str]]] = [
     ("gpt2", "tp=2", ["beams!padded"]),
     ("llama", "pp=2", ["sampled_beams"]),
     ("mixtral", "tp=2", ["beams!padded"]),
+    ("llama-lora", "tp=2", ["beams!padded!base", "beams!padded"]),
 ]
 INPUTS = ("input_ids", "labels")
 #: Bytes of float32 in 2 layers × (keys, values) × 8 rows (4 beams) × 4 heads × 32 slots × 8 numbers.
@@ -191,6 +193,25 @@ def test_a_model_with_a_recurrent_state_is_refused() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=4))
     with pytest.raises(ValueError, match="another state than keys and values"):
         check_generates(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "PROMPT_TUNING brings tokens of its own"),
+        (AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"), "ADAPTION_PROMPT brings tokens"),
+        (LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5]), "alora_invocation_tokens switch LORA on"),
+    ],
+)
+def test_adapters_that_change_more_than_modules_are_refused(config: PeftConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_generates(get_peft_model(model_named("llama"), config))
+
+
+def test_adapters_by_row_are_refused() -> None:
+    parallel = planner.compile(model_named("llama-lora"), "dp=1", example_inputs=training_batch("llama"))
+    with pytest.raises(ValueError, match="adapter_names gives rows adapters of their own"):
+        parallel.generate(**prompt_of("llama"), adapter_names=["default", "__base__"])
 
 
 def test_a_model_that_takes_free_slots_for_tokens_is_refused() -> None:

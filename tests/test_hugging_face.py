@@ -135,6 +135,24 @@ def test_evaluations_without_a_length_or_a_dataset(tmp_path: Path) -> None:
         close([*ours.values()], [*alone.values()], 2e-6)
 
 
+def test_samples_by_length_come_in_the_same_order_after_resuming_within_an_epoch(tmp_path: Path) -> None:
+    """They are permuted by torch's own random numbers, whose state is taken up behind the batches that were seen."""
+    rows = [{"input_ids": row["input_ids"][: 2 + index % 5]} for index, row in enumerate(samples(3 * BATCH))]
+
+    def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
+        tokens = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+        return {"input_ids": tokens, "labels": tokens}
+
+    losses = []
+    for resume in (None, str(tmp_path / "checkpoint-1")):
+        changes = {"train_sampling_strategy": "group_by_length", "save_strategy": "steps", "save_steps": 1}
+        options = arguments(tmp_path, BATCH, eval_strategy="no", gradient_accumulation_steps=1, **changes)
+        trainer = hf.Trainer(llama(), options, train_dataset=rows, data_collator=padded)
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    close(losses[1], losses[0], 2e-6)
+
+
 @pytest.mark.filterwarnings("ignore:hooks were registered on or removed")
 def test_noise_on_embeddings_ends_with_the_training(tmp_path: Path) -> None:
     losses = {}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM, default_data_collator
 
 import planner
 from runtime.data.length_buckets import padding_share
 from runtime.data.packing import first_fit_decreasing
-from runtime.data.padding import PaddedCollator, read_padding
+from runtime.data.padding import PaddedCollator, gives_several_lengths, read_padding
 
 
 @pytest.mark.parametrize("waste", [0.0, 0.05, 0.2, 1.0])
@@ -175,6 +175,16 @@ def text(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "mask": torch.rand(tokens.shape, generator=generator) < 0.9, "labels": tokens}
 
 
+def assert_trains_alike(parallel: Any, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """A step has the loss and the gradients of the eager model."""
+    loss = model(**batch)["loss"]
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    parallel.zero_grad()
+    torch.testing.assert_close(parallel.train_step(**batch), loss.detach(), rtol=1e-9, atol=0)
+    for own, gradient in zip(parallel.parameters(), gradients, strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), gradient, rtol=1e-9, atol=1e-12)
+
+
 def test_one_capture_serves_all_lengths(exports: list[Any]) -> None:
     """Beside the eager model; a length at which forward branches takes another capture."""
     torch.manual_seed(0)
@@ -183,15 +193,31 @@ def test_one_capture_serves_all_lengths(exports: list[Any]) -> None:
     counts = []
     for length in (7, 9, 12, 5, 11, 6, 20, 25):
         exports.clear()
-        batch = text(4, length)
-        loss = model(**batch)["loss"]
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        parallel.zero_grad()
-        torch.testing.assert_close(parallel.train_step(**batch), loss.detach(), rtol=1e-9, atol=0)
-        for own, gradient in zip(parallel.parameters(), gradients, strict=True):
-            torch.testing.assert_close(own.grad.full_tensor(), gradient, rtol=1e-9, atol=1e-12)
+        assert_trains_alike(parallel, model, text(4, length))
         counts.append(len(exports))
     assert counts == [1, 0, 0, 0, 0, 0, 1, 0]
+
+
+def test_a_dynamic_model_is_captured_once(exports: list[Any]) -> None:
+    """For lengths and rows of any number, from the first program on; beside the eager model."""
+    torch.manual_seed(0)
+    model = Encoder().double()
+    parallel = planner.compile(model, "dp=1", example_inputs=text(4, 6), dynamic=True)
+    for rows, length in ((4, 6), (4, 9), (3, 12), (4, 2)):
+        assert_trains_alike(parallel, model, text(rows, length))
+    assert len(exports) == 1
+    parallel.train_step(**text(4, 1))  # of one token every operator has a case of its own
+    assert len(exports) == 2
+
+
+def test_collators_say_that_lengths_will_differ() -> None:
+    tokenizer: Any = None
+    assert gives_several_lengths(DataCollatorForSeq2Seq(tokenizer)) and gives_several_lengths(
+        PaddedCollator(read_padding([4, 8]))
+    )
+    assert not gives_several_lengths(default_data_collator)
+    assert not gives_several_lengths(DataCollatorForSeq2Seq(tokenizer, padding="max_length"))
+    assert not gives_several_lengths(PaddedCollator(read_padding([8])))
 
 
 def test_a_new_program_says_what_it_cost(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from runtime.agreement.ranks_together import rank_in, together
 from runtime.checkpoint import NO_STATE, CheckpointManager, load_optimizer, save, stock_order, write_stock_optimizer
+from runtime.checkpoint.rng import random_states, set_random_states
 from runtime.module.parallel_module import ParallelModule
 
 #: Beside the files of a checkpoint, with the weights once more, as what ranks hold.
@@ -30,6 +31,7 @@ class SavedTraining:
     def __init__(self, *, for_stock: bool = True) -> None:
         self._for_stock = for_stock
         self._manager: CheckpointManager | None = None
+        self._random: dict[str, Any] | None = None
 
     def save(self, folder: str | Path, parallel: ParallelModule, optimizer: Any, scheduler: Any, *, step: int) -> None:
         """Save beside what is in ``folder``.
@@ -46,18 +48,27 @@ class SavedTraining:
     def load(self, folder: str | Path, parallel: ParallelModule, optimizer: Any, scheduler: Any) -> None:
         """Go on with what ``save`` saved, or transformers' own Trainer on one process (``optimizer.pt``).
 
-        A folder with weights alone leaves optimizer and schedule as they are.
+        A folder with weights alone leaves optimizer and schedule as they are. Random states are not taken yet: before
+        that the Trainer passes over the batches that were seen, in the order that it draws as at first.
 
         Raises:
             ValueError: as ``CheckpointManager.load`` and ``load_optimizer``.
         """
         if (Path(folder) / FOLDER).exists():
+            before = random_states()
             self._manager_of(folder).load(parallel, _inner(optimizer), scheduler=scheduler)
+            self._random = random_states()
+            set_random_states(before)
         elif (Path(folder) / OPTIMIZER).exists():
             load_optimizer(parallel, _inner(optimizer), Path(folder) / OPTIMIZER)
             schedule = Path(folder) / SCHEDULE
             if scheduler is not None and schedule.exists():
                 scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
+
+    def take_random_states(self) -> None:
+        """Draw on from where ``load`` found the training, if it did."""
+        if self._random is not None:
+            set_random_states(self._random)
 
     def _manager_of(self, folder: str | Path) -> CheckpointManager:
         if self._manager is None:  # it makes a process group, so one serves all folders

@@ -36,7 +36,7 @@ from planner.integrations.torch_compat.framework_internals import (
 from planner.library.installed_transformers import check_version
 from planner.targets import Target
 from planner.trainer.trainer_batches import example_batch
-from runtime.data.padding import Buckets, PaddedCollator, read_padding
+from runtime.data.padding import Buckets, PaddedCollator, gives_several_lengths, read_padding
 from runtime.module.parallel_module import ParallelModule
 
 #: The name by which losses of transformers take the number of labels that they are divided by.
@@ -168,7 +168,8 @@ class TransformersTrainer(transformers.Trainer):
             options["example_inputs"] = self._with_count(dict(batch))
         if self._has_own_loss():
             options["loss_fn"] = self._loss_of_script
-        self.accelerator.plan_options = {**self.plan_options, **options}
+        dynamic = gives_several_lengths(self.data_collator)
+        self.accelerator.plan_options = {"dynamic": dynamic, **self.plan_options, **options}
         self.model.train()
 
     def _with_count(self, batch: dict[str, Any], count: Any = None) -> dict[str, Any]:
@@ -281,6 +282,11 @@ class TransformersTrainer(transformers.Trainer):
         own = Path(output_dir) / "rng_state_0.pth"
         if self.args.should_save and own.exists():
             shutil.copyfile(own, own.with_name("rng_state.pth"))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._training.take_random_states()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

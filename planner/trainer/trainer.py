@@ -27,7 +27,7 @@ from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
 from runtime import ops
 from runtime.data.loader import DataLoader
-from runtime.data.padding import PaddedCollator, Padding, read_padding
+from runtime.data.padding import PaddedCollator, Padding, gives_several_lengths, read_padding
 from runtime.module.parallel_module import ParallelModule
 from runtime.zero.norm import check_max_norm
 
@@ -301,7 +301,8 @@ class Trainer:
         ops.seed(self.seed)
         example = batches.example_batch(dataset, self.global_batch, self.collator(longest=True))
         pins = batches.data_pins(example, self.global_batch, self.mesh, self._options)
-        options = {"constraints": pins or None, **self._options}
+        dynamic = gives_several_lengths(self.collator(longest=False))
+        options = {"constraints": pins or None, "dynamic": dynamic, **self._options}
         inputs = dict(example) if isinstance(example, Mapping) else example
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs
         inputs = inputs if isinstance(inputs, (dict, tuple)) else (inputs,)

@@ -217,6 +217,15 @@ class PaddedCollator:
         return self.padding.pad(batch, self.padding.longest if self.longest else None)
 
 
+def gives_several_lengths(collator: Any) -> bool:
+    """Whether a collator pads batches to lengths that differ: to one of several buckets, or (Hugging Face's
+    ``padding=True``) each to its longest sample."""
+    if isinstance(collator, PaddedCollator):
+        return not collator.longest and any(len(sizes) > 1 for sizes in collator.padding.buckets.values())
+    padding = getattr(collator, "padding", None)
+    return padding is True or getattr(padding, "value", padding) == "longest"
+
+
 def _lengths(column: Sequence[Any]) -> list[int]:
     """The different lengths of a field's entries; none if they are no sequences of numbers."""
     if not all(isinstance(entry, (torch.Tensor, list)) for entry in column):

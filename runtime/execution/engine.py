@@ -69,6 +69,7 @@ class Engine:
         compute: torch.dtype | None = None,
         planner: Planner | None = None,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        dynamic: bool = False,
         waits: bool = False,
     ) -> None:
         apply_adapters()
@@ -108,6 +109,7 @@ class Engine:
             planner=planner,
             input_of=self._input_of,
             ranks=self.ranks,
+            dynamic=dynamic,
             buffers=buffers or {name: buffer.detach() for name, buffer in model.named_buffers()},
         )
         self._are_buffers_stale = False

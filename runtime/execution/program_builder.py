@@ -78,6 +78,7 @@ class Maker:
         input_of: Callable[[Program], InputOf],
         ranks: Ranks,
         buffers: Mapping[str, torch.Tensor],
+        dynamic: bool = False,
     ) -> None:
         self.ranks = ranks
         self.model = model
@@ -89,7 +90,7 @@ class Maker:
         self.planner = planner
         self.input_of = input_of
         self.latest: Prepared | None = None
-        self.captures = ShapeCaptures()
+        self.captures = ShapeCaptures(dynamic=dynamic)
         self._graphs: ProgramCache[Graph] = ProgramCache(max_programs=8, announces=False)
         self._prepared: ProgramCache[Prepared] = ProgramCache()
         self._made: ProgramCache[Prepared] = ProgramCache()

@@ -1,4 +1,7 @@
-"""Graphs of calls that differ in shapes alone: the model is traced for the first shapes, once more for all others."""
+"""Graphs of calls that differ in shapes alone: the model is traced for the first shapes, once more for all others.
+
+Where sizes are known to change, the first trace is the one for all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ GraphOfShapes = Callable[[Shapes], Graph]
 #: Traces with open sizes of one kind of call: another one when a dim changes that the last one took for fixed, and one
 #: for sizes at which forward branches.
 _MAX_TRACES = 3
+#: A size of 1 or 0 is a case of its own for every operator.
+_SMALLEST = 2
 
 log = logging.getLogger("meshwright.programs")
 
@@ -54,12 +59,16 @@ class _Kind:
 class ShapeCaptures:
     """Captures by kind of call.
 
+    Args:
+        dynamic: leave sizes open from the first trace on.
+
     Attributes:
         count: how often the model was traced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, dynamic: bool = False) -> None:
         self.count = 0
+        self._dynamic = dynamic
         self._kinds: dict[Hashable, _Kind] = {}
 
     def graph(
@@ -91,6 +100,11 @@ class ShapeCaptures:
     ) -> tuple[Graph, str]:
         shapes = _shapes(call)
         kind = self._kinds.get(_key(call, mode))
+        if kind is None and self._dynamic and not call.case:
+            kind = self._opened(shapes, trace)
+            if kind is not None:
+                self._kinds[_key(call, mode)] = kind
+                return kind.graph, "captured for any size"
         if kind is None or call.case:
             self.count += 1
             graph = capture()
@@ -107,6 +121,17 @@ class ShapeCaptures:
         self.count += 1
         return capture(), "captured, for these sizes alone"
 
+    def _opened(self, shapes: Shapes, trace: Callable[[Mapping[Path, set[int]]], GraphOfShapes]) -> _Kind | None:
+        """The kind of calls whose first trace leaves all sizes open that one may; None if there is no such trace."""
+        dims = {path: {dim for dim, size in enumerate(shape) if size >= _SMALLEST} for path, shape in shapes.items()}
+        if not any(dims.values()):
+            return None
+        self.count += 1
+        with contextlib.suppress(CaptureError, ValueError):
+            graph_of_shapes = trace(dims)
+            return _Kind(shapes, graph_of_shapes(shapes), dims, [graph_of_shapes], num_traces=1)
+        return None
+
     def _of_trace(self, kind: _Kind, shapes: Shapes) -> Graph | None:
         for graph_of_shapes in reversed(kind.traces):
             with contextlib.suppress(CaptureError, ValueError):
@@ -122,10 +147,8 @@ class ShapeCaptures:
             dims = {dim for dim, size in enumerate(shape) if size != kind.shapes[path][dim]}
             changed = changed or not dims <= kind.open_dims.get(path, set())
             kind.open_dims.setdefault(path, set()).update(dims)
-        # A size of 1 or 0 is a case of its own for every operator.
-        is_small = any(
-            min(shapes[path][dim], kind.shapes[path][dim]) < 2 for path, dims in kind.open_dims.items() for dim in dims
-        )
+        changing = [(path, dim) for path, dims in kind.open_dims.items() for dim in dims]
+        is_small = any(min(shapes[path][dim], kind.shapes[path][dim]) < _SMALLEST for path, dim in changing)
         if is_small or kind.num_traces == _MAX_TRACES or (kind.has_branched and not changed):
             return False
         kind.has_branched = kind.has_branched or not changed

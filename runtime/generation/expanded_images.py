@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.generation.sharded_cache import OTHERWISE
+from runtime.generation.generating_part import OTHERWISE
 
 _MODALITIES = ("image", "video")
 #: The inputs that have what is encoded; others say how large it is.

@@ -19,10 +19,11 @@ from runtime.calls.skeleton import skeleton
 from runtime.execution.engine import Engine
 from runtime.execution.mixed_precision import cast_floats
 from runtime.generation.expanded_images import images_of, with_images_expanded
+from runtime.generation.generating_part import OTHERWISE, generating_part, refuse_adapters_by_row
 from runtime.generation.generation_session import GenerationSession
 from runtime.generation.phase_models import ENCODED, LAST, POSITION, encoded_without_values
 from runtime.generation.phase_programs import Prompt
-from runtime.generation.sharded_cache import ASSISTED, OTHERWISE, ShardedCache
+from runtime.generation.sharded_cache import ASSISTED, ShardedCache
 from runtime.generation.slot_check import BY_TOKEN, check_same_logits, last_token
 from runtime.torch_compat.model_internals import expand_inputs_by, generates_with_cache, prepare_cache_by
 
@@ -38,13 +39,11 @@ _SAME_TOKENS = (
 _OPTIONS = ("past_key_values", "use_cache", "return_dict", "encoder_outputs", "logits_to_keep", "cache_position")
 
 
-def check_generates(model: nn.Module) -> None:
+def check_generates(whole: nn.Module) -> None:
     """Raise ValueError for a model whose generation cannot be sharded."""
+    model = generating_part(whole)
     if not isinstance(model, GenerationMixin):
-        raise ValueError(
-            f"{type(model).__name__} hands generate to a module inside of it (as PEFT's models do), whose calls are "
-            f"not those that are sharded: {OTHERWISE}, or save it with merge_adapters=True and generate with that"
-        )
+        raise ValueError(f"generate of {type(model).__name__} is not transformers', whose loop is run: {OTHERWISE}")
     if not generates_with_cache(model):
         raise ValueError(f"{type(model).__name__} keeps another state than keys and values for each token: {OTHERWISE}")
     config: Any = model.config
@@ -58,8 +57,9 @@ class GeneratingModel:
 
     def __init__(self, engine: Engine, session: GenerationSession) -> None:
         self.session = session
-        self.lean: Any = engine.model
-        model: Any = skeleton(engine.model)
+        self.whole: Any = engine.model
+        self.lean: Any = generating_part(engine.model)
+        model: Any = skeleton(self.lean)
         self.model = model.eval()
         self.device, self.compute = engine.layout.device, engine.compute
         #: Inputs of the encoder in this generation; None before it is called.
@@ -84,7 +84,9 @@ class GeneratingModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's, with a cache in any case; without the cache in what it returns."""
         self._source = None
-        self.model.generation_config = copy.deepcopy(self.lean.generation_config)
+        self.model.generation_config = copy.deepcopy(self.whole.generation_config)
+        if self.lean is not self.whole:
+            refuse_adapters_by_row(kwargs)
         if self.compute is not None:  # as calls in training do
             args, kwargs = cast_floats((args, kwargs), self.compute)
         result = self.model.generate(*args, **kwargs)

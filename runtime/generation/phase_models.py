@@ -18,6 +18,7 @@ from passes.capture.stand_in import OneDevice, StandIns, trace_device
 from passes.torch_compat.tracing import quiet_export
 from runtime.calls.skeleton import skeleton
 from runtime.generation.cache_layout import CacheTensor
+from runtime.generation.generating_part import generating_part, generating_path
 from runtime.generation.traced_cache import noted_cache, traced_cache
 
 #: Names of the inputs that programs of generation have beside the model's own.
@@ -99,9 +100,10 @@ class _NotedCall(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         self.notes.begin()
-        cache = noted_cache(self.notes.note, with_encoder=_with_encoder(self.model))
+        part = generating_part(self.model)
+        cache = noted_cache(self.notes.note, with_encoder=_with_encoder(part))
         inputs = _with_encoded(dict(zip(self.names, tensors)))
-        return self.model(**inputs, **self.constants, past_key_values=cache, use_cache=True)[0]
+        return part(**inputs, **self.constants, past_key_values=cache, use_cache=True)[0]
 
 
 def encoded_without_values(lean: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -142,15 +144,16 @@ ONLY_PAIRS = (
 
 def prompt_model(lean: nn.Module, tensors: Sequence[CacheTensor], constants: Mapping[str, Any]) -> nn.Module:
     """The model of a prompt: fills the cache and gives the logits [rows, 1, vocabulary] at ``LAST``."""
-    with_encoder = _with_encoder(lean)
-    takes_places = "logits_to_keep" in inspect.signature(lean.forward).parameters
+    path, generating = generating_path(lean), generating_part(lean)
+    with_encoder = _with_encoder(generating)
+    takes_places = "logits_to_keep" in inspect.signature(generating.forward).parameters
 
     def forward(self: Any, **inputs: Any) -> torch.Tensor:
         last = inputs.pop(LAST)
         cache = traced_cache(self, tensors, None, with_encoder=with_encoder)
         options = {"logits_to_keep": last} if takes_places else {}
         arguments = {**_with_encoded(inputs), **constants, **options}
-        outputs = type(self).forward(self, **arguments, past_key_values=cache, use_cache=True, return_dict=True)
+        outputs = _called(self, path, **arguments, past_key_values=cache, use_cache=True, return_dict=True)
         return outputs.logits if takes_places else outputs.logits.index_select(1, last)
 
     return _with_cache(lean, tensors, forward)
@@ -168,16 +171,22 @@ def token_model(
     Args:
         encoder_shape: of what the encoder gave, which attention has in its cache.
     """
-    with_encoder = _with_encoder(lean)
+    path, with_encoder = generating_path(lean), _with_encoder(generating_part(lean))
 
     def forward(self: Any, **inputs: Any) -> torch.Tensor:
         cache = traced_cache(self, tensors, inputs.pop(POSITION), with_encoder=with_encoder)
         if encoder_shape is not None:
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=torch.zeros(encoder_shape))
-        outputs = type(self).forward(self, **inputs, **constants, past_key_values=cache, use_cache=True)
+        outputs = _called(self, path, **inputs, **constants, past_key_values=cache, use_cache=True)
         return outputs.logits  # type: ignore[no-any-return]
 
     return _with_cache(lean, tensors, forward)
+
+
+def _called(model: nn.Module, path: str, **inputs: Any) -> Any:
+    """What the module at ``path`` gives, though ``forward`` of ``model`` was replaced."""
+    part = model.get_submodule(path)
+    return type(part).forward(part, **inputs)
 
 
 def _with_encoded(inputs: dict[str, Any]) -> dict[str, Any]:

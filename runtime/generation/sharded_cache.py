@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from runtime.generation.generating_part import OTHERWISE
 from runtime.generation.generation_session import GenerationSession
 
-OTHERWISE = "generate(gathered=True) gathers the weights and generates with the whole model"
 ASSISTED = f"assisted generation takes tokens back, which a sharded cache does not: {OTHERWISE}"
 
 

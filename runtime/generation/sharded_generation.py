@@ -8,6 +8,7 @@ import torch
 
 from runtime.execution.engine import Engine
 from runtime.generation.cache_layout import bytes_of, rows_divisor
+from runtime.generation.generating_part import generating_part
 from runtime.generation.generation_session import GenerationSession
 from runtime.generation.hugging_face_loop import SLOTS, GeneratingModel, check_generates
 from runtime.generation.phase_models import cache_tensors
@@ -42,7 +43,7 @@ def cache_bytes(engine: Engine, batch: int | None, length: int | None, source_le
     """See ``ParallelModule.cache_bytes``."""
     if batch is None and length is None:
         return _session_of(engine).num_cache_bytes
-    plan, model = engine.plan, engine.model
+    plan, model = engine.plan, generating_part(engine.model)
     config: Any = model.config
     if plan is None or batch is None or length is None:
         raise ValueError("cache_bytes takes batch and length of a model with a plan, or neither")
@@ -59,7 +60,7 @@ def cache_bytes(engine: Engine, batch: int | None, length: int | None, source_le
 
 def _source(engine: Engine, rows: int, length: int | None) -> dict[str, torch.Tensor]:
     """An input of the encoder, without values: ``length`` tokens, or frames (say) as many as in the example."""
-    name = str(engine.model.main_input_name)
+    name = str(generating_part(engine.model).main_input_name)
     if name == "input_ids" and length is not None:
         return {name: torch.zeros(rows, length, dtype=torch.long, device="meta")}
     example = None if engine.example is None else engine.example.tensors.get((name,))
