@@ -36,7 +36,7 @@ from runtime.module.meeting import SavedState, Stateful
 from runtime.module.parallel_module import ParallelModule
 
 #: Options of ``planner.compile`` that stay under every plan.
-_OF_MODEL = ("loss_fn", "precision", "fuse")
+_OF_MODEL = ("loss_fn", "precision", "fuse", "dynamic")
 
 
 class Elastic:

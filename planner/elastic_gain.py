@@ -31,7 +31,8 @@ class GainPricing:
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
-        self._model, self._options = skeleton(model), dict(options)
+        self._model = skeleton(model)
+        self._options = {name: value for name, value in options.items() if name != "dynamic"}  # of no plan
 
     def plan_for(self, target: Any, cluster: Cluster, facts: Facts) -> Plan:
         """The plan that ``planner.compile`` would make for ``target`` on the devices of ``cluster``.

@@ -23,6 +23,7 @@ def join(
     loss_fn: Callable[..., Any] | None = None,
     precision: str | torch.dtype | None = None,
     fuse: bool = True,
+    dynamic: bool = False,
     optimizer: str | None = None,
 ) -> ParallelModule:
     """A parallel module without work (``has_work`` is False) on a rank that joins a training that runs.
@@ -33,7 +34,7 @@ def join(
 
     Args:
         model: as the others gave it to ``planner.compile``; its weights do not count.
-        loss_fn, precision, fuse, optimizer: as the others gave them.
+        loss_fn, precision, fuse, dynamic, optimizer: as the others gave them.
 
     Example:
         >>> parallel = planner.join(model)
@@ -46,5 +47,5 @@ def join(
     compute = None if precision is None else compute_dtype(precision)
     engine = waiting_engine(skeleton(model), init().device.type, loss_fn=loss_fn, compute=compute)
     engine.watch.watch_original_of(ModelWatch(model, engine.model, loss_fn=loss_fn))
-    kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse, "optimizer": optimizer}
+    kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse, "dynamic": dynamic, "optimizer": optimizer}
     return in_place_of(model, ParallelModule(engine), None, ModelReplanner(engine_for, kept))

@@ -15,7 +15,7 @@ from runtime.migration.move_price import REPLAN_SECONDS, ReplanDecision
 from runtime.module.parallel_module import ParallelModule
 
 #: Options of ``planner.compile`` that stay under every plan.
-_STAY = ("precision", "fuse", "optimizer")
+_STAY = ("precision", "fuse", "dynamic", "optimizer")
 
 
 class GradualFreezing:
