@@ -42,8 +42,8 @@ install: $(INSTALLED)
 define INSTALL
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) torch
-	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --editable '.[hf,dev]'
+	$(1)/bin/python -m pip install --quiet --constraint $(2) torch
+	$(1)/bin/python -m pip install --quiet --constraint $(2) --editable '.[hf,dev]'
 	touch $(1)/.installed
 endef
 
