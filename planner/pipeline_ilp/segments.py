@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.pipeline_ilp.fronts import DualWeights, Front, options_of, received
+from planner.pipeline_ilp.fronts import DualWeights, Front, Options, options_of, received
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
 
 #: Relative precision of the bottleneck.
@@ -44,6 +44,7 @@ class _Ranks:
         kinds = list(dict.fromkeys(problem.rank_runs))
         self.kinds = [kinds.index(runs) for runs in problem.rank_runs] or [0] * problem.num_ranks
         self.cache: dict[tuple[float, float, int, _Stretch], list[Front]] = {}
+        self.options: dict[tuple[float, bool, int, int], list[Options]] = {}
 
     def fronts(self, rank: int, stretch: _Stretch) -> list[Front]:
         """One front for each level of peaks."""
@@ -59,16 +60,22 @@ class _Ranks:
         else:
             run, count = stretch[-1]
             shorter = (*stretch[:-1], (run, count - 1)) if count > 1 else stretch[:-1]
-            choices = self.problem.runs_on(rank)[run].choices
+            options = self._options(rank, run, levels, bounded=bounded)
             fronts_by_level = [
-                front.with_unit(
-                    (rank, run),
-                    options_of(choices, self.weights.unit, peak=level, held=held, bounded=bounded),
-                )
-                for front, level in zip(self.fronts(rank, shorter), levels)
+                front.with_unit((rank, run), of_level) for front, of_level in zip(self.fronts(rank, shorter), options)
             ]
         self.cache[key] = fronts_by_level
         return fronts_by_level
+
+    def _options(self, rank: int, run: int, levels: list[float], *, bounded: bool) -> list[Options]:
+        """What a unit of a run may be on a rank, for each level of peaks."""
+        held, choices = self.held[rank], self.problem.runs_on(rank)[run].choices
+        key = (held, bounded, self.kinds[rank], run)
+        if key not in self.options:
+            self.options[key] = [
+                options_of(choices, self.weights.unit, peak=level, held=held, bounded=bounded) for level in levels
+            ]
+        return self.options[key]
 
     def stretch(self, begin: int, end: int) -> _Stretch:
         """The units from ``begin`` to ``end``."""

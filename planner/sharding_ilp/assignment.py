@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.ir.conversions import Step
@@ -127,14 +127,25 @@ def stream_tree(
     if all(need == root for need in needs):
         return ()
     lattice = stream_lattice(problem, stream, lattices, detours=True)
+    first = lattice.index[root]
+    ends = sorted({lattice.index[need] for need in needs} - {first})
+    users = tuple(frozenset(i for i, need in enumerate(needs) if lattice.index[need] == end) for end in ends)
+    parts = tuple(problem.parts(stream))
     if allowed is not None:
         lattice = replace(lattice, arcs=tuple(arc for arc in lattice.arcs if arc.step in allowed))
-    ends = sorted({lattice.index[need] for need in needs} - {lattice.index[root]})
-    users = [frozenset(i for i, need in enumerate(needs) if lattice.index[need] == end) for end in ends]
-    counts = _Counts(problem.parts(stream), users)
+        return _tree(lattice, first, ends, _Counts(parts, users))
+    key = (id(lattice), first, users, *ends, *parts)
+    if key not in lattices.trees:
+        lattices.trees[key] = lattice, _tree(lattice, first, ends, _Counts(parts, users))
+    tree: tuple[Conversion, ...] | None = lattices.trees[key][1]
+    return tree
+
+
+def _tree(lattice: Lattice, root: int, ends: Sequence[int], counts: _Counts) -> tuple[Conversion, ...] | None:
+    """The cheapest conversions from one placement to some, each step as often as ``counts`` says."""
     tree = cheapest_tree(
         lattice,
-        lattice.index[root],
+        root,
         ends,
         lambda arc, mask: counts[mask][0] * arc.forward + counts[mask][1] * arc.backward,
     )
@@ -147,7 +158,7 @@ def stream_tree(
 class _Counts(dict[int, tuple[int, int]]):
     """Mask of ends → how often the step before them runs, forward and backward."""
 
-    def __init__(self, parts: list[tuple[str, int, frozenset[int]]], users: list[frozenset[int]]) -> None:
+    def __init__(self, parts: Sequence[tuple[str, int, frozenset[int]]], users: Sequence[frozenset[int]]) -> None:
         super().__init__()
         self.parts, self.users = parts, users
 

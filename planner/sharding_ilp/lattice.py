@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from passes.ir.conversions import Step, joint_steps_from, steps_from
 from passes.ir.graph import Value
@@ -96,6 +96,9 @@ class Lattices:
         self.forbidden = forbidden
         self._cache: dict[tuple[object, ...], Lattice] = {}
         self._ways: dict[tuple[object, ...], _Ways] = {}
+        #: Cheapest trees of conversions, by all that they depend on (``planner.sharding_ilp.assignment``); the lattice,
+        #: which is named by its id there, is kept beside them.
+        self.trees: dict[tuple[object, ...], tuple[Lattice, Any]] = {}
 
     def of(
         self,

@@ -111,6 +111,7 @@ class OperatorChoices:
         self.values, self.rule_for, self.flops_of, self.row_axes = values, rule_for, flops_of, row_axes
         self._facts: dict[str, tuple[ShardingRule | None, float]] = {}
         self._ways: dict[tuple[object, ...], tuple[JointChoice, ...]] = {}
+        self._distinct: dict[str, list[tuple[ShardingRule | None, tuple[JointChoice, ...]]]] = {}
 
     def facts(self, node: Node) -> tuple[ShardingRule | None, float]:
         """The sharding rule and the forward flops of ``node``."""
@@ -123,7 +124,8 @@ class OperatorChoices:
     ) -> tuple[JointChoice, ...]:
         """Every combination of choices over axes of more than one device (those of one have nothing to choose).
 
-        ``fixed`` names the one choice (by label) that such an axis is left with, or the few.
+        ``fixed`` names the one choice (by label) that such an axis is left with, or the few. Operators with equal rules
+        and combinations get one tuple, by whose identity they are told to be alike.
         """
         label_of = fixed or {}
         several = tuple(size > 1 for size in mesh.sizes)
@@ -141,8 +143,17 @@ class OperatorChoices:
             ]
             rule = self.facts(node)[0]
             joints = (joint for joint in itertools.product(*per_axis) if rule is None or cuts_in_order(rule, joint))
-            self._ways[key] = tuple(self._way(node, joint, several) for joint in joints)
+            self._ways[key] = self._shared(node, tuple(self._way(node, joint, several) for joint in joints))
         return self._ways[key]
+
+    def _shared(self, node: Node, ways: tuple[JointChoice, ...]) -> tuple[JointChoice, ...]:
+        """The tuple that an operator with an equal rule has already, if there is one."""
+        rule, distinct = self.facts(node)[0], self._distinct.setdefault(node.op, [])
+        for other_rule, other in distinct:
+            if ways == other and rule == other_rule:
+                return other
+        distinct.append((rule, ways))
+        return ways
 
     def _way(self, node: Node, joint: tuple[AxisChoice, ...], several: Sequence[bool]) -> JointChoice:
         placements = list(zip(*((*choice.inputs, *choice.outputs) for choice in joint)))
@@ -168,14 +179,32 @@ def operator_options(
     fixed: Mapping[str, Labels] | None = None,
 ) -> list[Option]:
     """All options of an operator in which axes can cut factors and tensors so, and that finite seconds suffice for; of
-    several that give the same placements only the cheapest.
+    several that give the same placements only the cheapest. Those of alike operators are worked out once.
 
     ``saved`` says which outputs stay in memory for the backward pass; ``fixed`` is as in ``OperatorChoices.ways``.
     """
+    ways, likeness = offers.ways(node, pricing.mesh, fixed=fixed), pricing.likeness(node, offers.values)
+    if likeness is None:
+        return _priced_options(node, ways, offers, pricing, live=live, saved=saved)
+    key = (likeness, id(ways), live, tuple(saved))
+    if key not in pricing.options:
+        pricing.options[key] = ways, _priced_options(node, ways, offers, pricing, live=live, saved=saved)
+    return list(pricing.options[key][1])
+
+
+def _priced_options(
+    node: Node,
+    ways: Sequence[JointChoice],
+    offers: OperatorChoices,
+    pricing: Pricing,
+    *,
+    live: bool,
+    saved: Sequence[bool],
+) -> list[Option]:
     sizes, values = pricing.mesh.sizes, offers.values
     rule, flops = offers.facts(node)
     best: dict[tuple[object, ...], Option] = {}
-    for choice in offers.ways(node, pricing.mesh, fixed=fixed):
+    for choice in ways:
         if not can_run(node.op, choice.cuts, sizes) or not exchanges_equal_rows(rule, choice.joint, sizes):
             continue
         inputs, outputs = choice.inputs, choice.outputs

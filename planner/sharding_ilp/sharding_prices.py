@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from cost_models.memory import StateBytes, state_bytes
 from passes.autograd.operator_tables import base_name, is_view, saves_inputs
@@ -58,12 +58,19 @@ class Pricing:
         self._collectives: dict[tuple[str, int, str], float] = {}
         self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
         self._shapes: dict[tuple[tuple[int, ...], Placement], tuple[int, ...]] = {}
+        #: Options of operators that are priced alike, by ``likeness`` and by the id of what they may choose from, which
+        #: is kept beside them.
+        self.options: dict[tuple[object, ...], tuple[object, list[Any]]] = {}
 
     def collective(self, collective: str, num_bytes: int, axis: str) -> float:
         key = (collective, num_bytes, axis)
         if key not in self._collectives:
             self._collectives[key] = self.cost_model.collective_seconds(collective, num_bytes=num_bytes, axis=axis)
         return self._collectives[key]
+
+    def likeness(self, node: Node, values: Mapping[str, Value]) -> tuple[object, ...] | None:
+        """The same for operators that are priced alike where they are cut alike; None: nothing is known of that."""
+        return None
 
     def family(self, value: Value) -> str:
         """A key that differs between values of equal shape whose conversions have different prices."""

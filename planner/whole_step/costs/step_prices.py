@@ -120,6 +120,9 @@ class StepPricing(Pricing):
             return "unpriced"
         return "state" if value.name in self.states else ""
 
+    def likeness(self, node: Node, values: Mapping[str, Value]) -> tuple[object, ...]:
+        return self._facts_of(node, values).likeness
+
     def compute(
         self,
         node: Node,
