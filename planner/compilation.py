@@ -119,11 +119,10 @@ def compile(
     has_inputs = example_inputs is not None or batch_size is not None
     if mesh is None and plan is None and cluster is not None and has_inputs:
         mesh, cluster = cluster, None
-    kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse, "dynamic": dynamic}
-    replanner = ModelReplanner(engine_for, kept | {"optimizer": optimizer if isinstance(optimizer, str) else None})
-    options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}
-    options |= {"dynamic": dynamic}
-    options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
+    lasting: dict[str, Any] = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse, "dynamic": dynamic}
+    lasting["optimizer"] = optimizer if isinstance(optimizer, str) else None
+    replanner = ModelReplanner(engine_for, lasting)
+    options |= {"constraints": constraints, "memory_limit": memory_limit, "cluster": cluster, **lasting}
     if has_inputs:
         options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
     elif plan is None and (mesh is None or is_step_on_axes(model, mesh, options)):

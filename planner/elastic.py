@@ -22,6 +22,7 @@ from passes.plan import Plan
 from planner.compilation import compile
 from planner.elastic_checkpoints import ElasticCheckpoints
 from planner.elastic_gain import GainPricing, decide
+from planner.engine_under_another_plan import LASTING
 from planner.joining import join
 from planner.kept_plans import KeptPlans
 from planner.targets import process_group_as_cluster
@@ -34,9 +35,6 @@ from runtime.migration.state_entries import Averages
 from runtime.migration.transfer_plan import StateLost
 from runtime.module.meeting import SavedState, Stateful
 from runtime.module.parallel_module import ParallelModule
-
-#: Options of ``planner.compile`` that stay under every plan.
-_OF_MODEL = ("loss_fn", "precision", "fuse", "dynamic")
 
 
 class Elastic:
@@ -106,10 +104,10 @@ class Elastic:
             raise ValueError(f"target={target!r} is for one number of processes: give a function of it, or a mapping")
         self._target, self._plans = target, KeptPlans(model, options)
         self._pricing = GainPricing(model, options)
-        self._options = {name: value for name, value in options.items() if name not in (*_OF_MODEL, "optimizer")}
+        self._options = {name: value for name, value in options.items() if name not in LASTING}
         if self.joins:
-            kept = {name: options[name] for name in _OF_MODEL if name in options}
-            self._parallel = join(model, **kept)
+            lasting = {name: options[name] for name in LASTING if name in options and name != "optimizer"}
+            self._parallel = join(model, **lasting)
         else:
             trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
             target = self._target_for(num_ranks())

@@ -20,6 +20,9 @@ from runtime.execution.rank_mapping import RankPlaces
 from runtime.launch.groups import mesh_of_axes
 from runtime.module.meeting import Facts
 
+#: Options of ``planner.compile`` that are the same under every plan of a training.
+LASTING = ("loss_fn", "precision", "fuse", "dynamic", "optimizer")
+
 
 @dataclass(frozen=True)
 class ModelReplanner:
@@ -27,7 +30,7 @@ class ModelReplanner:
 
     Args:
         engine_for: as ``planner.compilation.engine_for``.
-        options: of ``engine_for``, which stay: the loss function and the precision.
+        options: of ``engine_for``: those of ``LASTING``.
     """
 
     engine_for: Callable[..., Engine]

@@ -47,5 +47,6 @@ def join(
     compute = None if precision is None else compute_dtype(precision)
     engine = waiting_engine(skeleton(model), init().device.type, loss_fn=loss_fn, compute=compute)
     engine.watch.watch_original_of(ModelWatch(model, engine.model, loss_fn=loss_fn))
-    kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse, "dynamic": dynamic, "optimizer": optimizer}
-    return in_place_of(model, ParallelModule(engine), None, ModelReplanner(engine_for, kept))
+    lasting: dict[str, Any] = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse, "dynamic": dynamic}
+    lasting["optimizer"] = optimizer
+    return in_place_of(model, ParallelModule(engine), None, ModelReplanner(engine_for, lasting))

@@ -137,8 +137,7 @@ def stream_tree(
     key = (id(lattice), first, users, *ends, *parts)
     if key not in lattices.trees:
         lattices.trees[key] = lattice, _tree(lattice, first, ends, _Counts(parts, users))
-    tree: tuple[Conversion, ...] | None = lattices.trees[key][1]
-    return tree
+    return lattices.trees[key][1]
 
 
 def _tree(lattice: Lattice, root: int, ends: Sequence[int], counts: _Counts) -> tuple[Conversion, ...] | None:

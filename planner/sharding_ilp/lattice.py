@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from passes.ir.conversions import Step, joint_steps_from, steps_from
 from passes.ir.graph import Value
@@ -16,6 +16,8 @@ from planner.sharding_ilp.sharding_prices import Pricing
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from planner.sharding_ilp.assignment import Conversion
 
 #: For values with more placements than this, no placements between those of their ends are searched.
 MAX_PLACEMENTS = 256
@@ -98,7 +100,7 @@ class Lattices:
         self._ways: dict[tuple[object, ...], _Ways] = {}
         #: Cheapest trees of conversions, by all that they depend on (``planner.sharding_ilp.assignment``); the lattice,
         #: which is named by its id there, is kept beside them.
-        self.trees: dict[tuple[object, ...], tuple[Lattice, Any]] = {}
+        self.trees: dict[tuple[object, ...], tuple[Lattice, tuple[Conversion, ...] | None]] = {}
 
     def of(
         self,

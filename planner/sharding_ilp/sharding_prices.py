@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cost_models.memory import StateBytes, state_bytes
 from passes.autograd.operator_tables import base_name, is_view, saves_inputs
@@ -19,6 +19,9 @@ from passes.rules.expert_rules import is_experts
 from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
 from planner.sharding_ilp.hidden_collectives import exposed
 from planner.sharding_ilp.own_collective import Collective
+
+if TYPE_CHECKING:
+    from planner.sharding_ilp.options import Option
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
 
@@ -60,7 +63,7 @@ class Pricing:
         self._shapes: dict[tuple[tuple[int, ...], Placement], tuple[int, ...]] = {}
         #: Options of operators that are priced alike, by ``likeness`` and by the id of what they may choose from, which
         #: is kept beside them.
-        self.options: dict[tuple[object, ...], tuple[object, list[Any]]] = {}
+        self.options: dict[tuple[object, ...], tuple[object, list[Option]]] = {}
 
     def collective(self, collective: str, num_bytes: int, axis: str) -> float:
         key = (collective, num_bytes, axis)

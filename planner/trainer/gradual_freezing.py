@@ -10,12 +10,10 @@ from torch import nn
 
 from planner.activation_cache.activation_cache import ActivationCache
 from planner.changing.freezing import Freezing
+from planner.engine_under_another_plan import LASTING
 from planner.training_timeline import first_parameters, frozen_modules, layers_of
 from runtime.migration.move_price import REPLAN_SECONDS, ReplanDecision
 from runtime.module.parallel_module import ParallelModule
-
-#: Options of ``planner.compile`` that stay under every plan.
-_STAY = ("precision", "fuse", "dynamic", "optimizer")
 
 
 class GradualFreezing:
@@ -62,7 +60,7 @@ class GradualFreezing:
             )
         self._model, self._parallel = model, parallel
         self._targets = list(freezing.targets) or [target]
-        self._options = {name: value for name, value in options.items() if name not in _STAY}
+        self._options = {name: value for name, value in options.items() if name not in LASTING}
         pinned = {name: pin for each in self._targets for name, pin in pins(each).items()}
         if pinned:
             self._options["constraints"] = {**pinned, **dict(self._options.get("constraints") or {})}

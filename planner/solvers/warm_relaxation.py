@@ -1,4 +1,4 @@
-"""A linear program that is solved again and again by HiGHS, with other bounds of some rows and with further rows.
+"""A linear relaxation that HiGHS solves again and again, with other bounds of some rows and with further rows.
 
 Each solve begins at the basis of the one before, and takes a few iterations where one from scratch takes hundreds.
 """
@@ -13,7 +13,7 @@ from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, TIME_LIMIT, LinearProg
 from planner.solvers.solver import MOST, cost_scale, pass_model
 
 
-class ResolvedProgram:
+class WarmRelaxation:
     """The relaxation of a program, held by one solver.
 
     Rows that are added to ``program`` meanwhile are handed to the solver at its next solve.
