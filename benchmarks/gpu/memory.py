@@ -67,6 +67,7 @@ def _row(setting: Setting, case: FullCase) -> Row:
     planned = time.perf_counter() - began
     with _alone():
         row = _measured(case, config, {key: one.to(device) for key, one in batch.items()}, plan, device)
+        _leave_the_gpu(device)
     share = row["predicted, GiB"] * 2**30 / usable
     limit = row["predicted, GiB"] + HEADROOM * usable / 2**30
     return {
@@ -155,6 +156,13 @@ def _config(case: FullCase) -> Any:
         if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
             setattr(config, name, 0.0)
     return config
+
+
+def _leave_the_gpu(device: torch.device) -> None:
+    """Whoever waits for it finds all of its memory free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
