@@ -166,6 +166,7 @@ class ShardedParameter(ParameterTensor):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         _BASE.grad.__set__(self, None)
+        self._shown_gradient = None  # whose memory would last through the next step
         self.owner.grad = None if gradient is None else self.local(gradient)
 
     @property
