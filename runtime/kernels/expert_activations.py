@@ -14,6 +14,7 @@ from runtime.kernels import gated
 from runtime.kernels.activations import PLAIN, SILU, activation_gradient
 from runtime.kernels.dispatch import runs_triton
 from runtime.kernels.library import in_dtype, wide
+from runtime.kernels.row_blocks import in_row_blocks
 
 _aten: Any = torch.ops.aten
 
@@ -59,7 +60,10 @@ def _gated_definition(hidden: torch.Tensor, *, name: str) -> torch.Tensor:
 
 def _gated(name: str) -> ExpertActivation:
     return ExpertActivation(
-        partial(_gated_value, name=name), partial(_gated_gradient, name=name), partial(_gated_definition, name=name), 2
+        partial(_gated_value, name=name),
+        partial(in_row_blocks, partial(_gated_gradient, name=name)),
+        partial(_gated_definition, name=name),
+        2,
     )
 
 
@@ -72,12 +76,15 @@ def _gated_by(
         gate, up = hidden.chunk(2, dim=-1)
         return function(gate) * up
 
+    def value(hidden: torch.Tensor) -> torch.Tensor:
+        return in_dtype(definition(wide(hidden)), hidden.dtype)
+
     def gradient(grad: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = wide(hidden).chunk(2, dim=-1)
         parts = (wide(grad) * up * slope(gate), wide(grad) * function(gate))
         return in_dtype(torch.cat(parts, dim=-1), hidden.dtype)
 
-    return ExpertActivation(lambda hidden: in_dtype(definition(wide(hidden)), hidden.dtype), gradient, definition, 2)
+    return ExpertActivation(partial(in_row_blocks, value), partial(in_row_blocks, gradient), definition, 2)
 
 
 def _sigmoid_slope(gate: torch.Tensor) -> torch.Tensor:
@@ -133,7 +140,13 @@ ACTIVATIONS: dict[str, ExpertActivation] = {
     "geglu_tanh": _gated("gelu_tanh"),
     "reglu": _gated_by(torch.relu, lambda gate: (gate > 0).to(gate.dtype)),
     "glu": _gated_by(torch.sigmoid, _sigmoid_slope),
-    "swiglu_clamped": ExpertActivation(_clamped_value, _clamped_gradient, _clamped_definition, 2, interleaved=True),
+    "swiglu_clamped": ExpertActivation(
+        partial(in_row_blocks, _clamped_value),
+        partial(in_row_blocks, _clamped_gradient),
+        _clamped_definition,
+        2,
+        interleaved=True,
+    ),
     "silu": _plain(SILU),
     "gelu": _plain("gelu"),
     "gelu_tanh": _plain("gelu_tanh"),

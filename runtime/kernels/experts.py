@@ -23,6 +23,7 @@ from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_products import ExpertGroups, outer_products, products, sums
 from runtime.kernels.library import differentiable_again, in_dtype, register, register_composed, wide
 from runtime.kernels.routing_listeners import note_routing
+from runtime.kernels.row_blocks import in_row_blocks
 from runtime.kernels.type_rules import gets_gradient, product_type
 
 
@@ -172,8 +173,9 @@ def combined(rows: torch.Tensor, scores: torch.Tensor | None, dtype: torch.dtype
     """Rows [T, k, H] weighed by scores [T, k] and added up in at least float32: [T, H]."""
     if scores is None:
         return rows[:, 0] if rows.shape[1] == 1 else in_dtype(wide(rows).sum(1), dtype)
-    weights = wide(scores)
-    return in_dtype((wide(rows) * weights.unsqueeze(-1)).sum(1), dtype)
+    return in_row_blocks(
+        lambda rows, scores: in_dtype((wide(rows) * wide(scores).unsqueeze(-1)).sum(1), dtype), rows, scores
+    )
 
 
 def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, routing: ExpertRouting) -> None:
@@ -210,12 +212,15 @@ def _aten_backward(
             by_score = _score_gradient(by_row, by_inner, inner, down_bias, routing)
             results[1] = by_score.view(scores.shape).to(scores.dtype)
         if weights is not None:
-            by_inner, by_row = _weighed(by_inner, weights), _weighed(by_row, weights)
+            by_inner.mul_(weights)
+            by_row.mul_(weights)
         if needs_gradient[3]:
             results[3] = outer_products(by_row, inner, routing.groups)
         if needs_gradient[5] and down_bias is not None:
             results[5] = sums(by_row, routing.groups, routing.expert).to(down_bias.dtype)
+        del by_row, inner  # rows are the most that experts hold: each is let go behind its last use
         by_hidden = kind.gradient(by_inner, hidden)
+        del by_inner
         if needs_gradient[2]:
             results[2] = outer_products(by_hidden, x[token], routing.groups)
         if needs_gradient[4] and gate_up_bias is not None:
@@ -226,10 +231,6 @@ def _aten_backward(
     return tuple(results)
 
 
-def _weighed(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return in_dtype(wide(rows) * wide(weights), rows.dtype)
-
-
 def _score_gradient(
     by_row: torch.Tensor,
     by_inner: torch.Tensor,
@@ -238,11 +239,16 @@ def _score_gradient(
     routing: ExpertRouting,
 ) -> torch.Tensor:
     """Gradients of all scores [T·k]: of each expert's output times that output, which is not computed again."""
-    result = (wide(by_inner) * wide(inner)).sum(1)
+    result = in_row_blocks(_row_products, by_inner, inner)
     if down_bias is not None:
         padded = torch.cat([down_bias, down_bias.new_zeros((1, down_bias.shape[1]))])
-        result = result + (wide(by_row) * wide(padded[routing.expert])).sum(1)
+        result += in_row_blocks(lambda rows, expert: _row_products(rows, padded[expert]), by_row, routing.expert)
     return routing.unsorted(result)
+
+
+def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The inner product of each row of [R, N] and [R, N], in at least float32: [R]."""
+    return (wide(left) * wide(right)).sum(1)
 
 
 def _shapes(
