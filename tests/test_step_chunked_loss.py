@@ -143,7 +143,7 @@ def test_with_little_memory_the_loss_is_in_chunks_and_with_plenty_it_is_not() ->
     fix = {"num_microbatches": 1}
     plenty = planned(graph, fix)
     assert plenty.step is not None and plenty.step.recompute == ("none",)
-    limit = plenty.step.memory[0].total - 1000 * MIB
+    limit = plenty.step.memory[0].total - 800 * MIB
     tight = planned(graph, fix, memory_limit=limit)
     assert tight.step is not None and "chunked_loss" in tight.step.recompute
     assert tight.step.memory[0].total <= limit
@@ -159,7 +159,8 @@ def test_it_saves_the_logits_and_costs_one_product() -> None:
     assert plain is not None and chunked is not None
     saved = plain.memory[0].total - chunked.memory[0].total
     logits = 2 * tokens * vocabulary  # the loss reads them in bfloat16
-    assert 0.95 * logits <= saved <= logits
+    gradient = (4 + 2) * vocabulary * hidden  # added up in float32 over the chunks, then in the weight's dtype
+    assert logits - gradient <= saved <= logits
     product = 2.0 * tokens * vocabulary * hidden / Cluster.parse("dgx-h100:1").device.peak_flops("bfloat16")
     assert product <= chunked.costs.seconds - plain.costs.seconds <= 2.0 * product
 

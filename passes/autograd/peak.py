@@ -3,11 +3,11 @@
 Forward: storages live from the node that makes them to the last that takes them; what leaves the stretch lives to its
 end; what is made inside an operator lives while that runs. What is kept anyway is not counted twice.
 
-Backward, mirrored: what was not kept but autograd needs is made again first, all of it alive at the end. Then, node by
-node in reverse, the gradient of a storage lives from the backward of its last user to that of its maker, a second
-contribution exists beside the sum it is added to, an operator's backward makes the gradient of what was made inside its
-forward, and kept storages go when the earliest node that needs them is through. Logits that only cross-entropy reads
-become their own gradient.
+Backward, mirrored: what was not kept but autograd needs is made again first, all of it alive at the end; what was kept
+for that alone is gone by then. Then, node by node in reverse, the gradient of a storage lives from the backward of its
+last user to that of its maker, a second contribution exists beside the sum it is added to, an operator's backward makes
+the gradient of what was made inside its forward, and kept storages go when the earliest node that needs them is
+through. Logits that only cross-entropy reads become their own gradient.
 
 ``compiled=True`` leaves out what fused kernels never write: values and gradients between cheap operators.
 """
@@ -40,7 +40,7 @@ def working_peak(
         saved_activations, nodes, policy, compiled: as for ``kept_under``.
         local_bytes, extra_bytes: bytes on one device of a value, and of a tensor made inside an operator.
         weight_gradients: count each parameter's gradient before it is added to the accumulated one (needed from the
-            second micro-batch on).
+            second micro-batch on, and wherever that one is of another dtype or of several parameters).
     """
     lifetimes = Lifetimes(saved_activations, nodes, policy, compiled=compiled)
     return lifetimes.peak(local_bytes=local_bytes, extra_bytes=extra_bytes, weight_gradients=weight_gradients)
@@ -225,7 +225,9 @@ class _Walk:
         remade += sum(map(self.extra_bytes, inside)) - sum(map(self.extra_bytes, self.recompute.extras))
         entering = sum(self.bytes_of(root) for root in lifetimes.leaving if lifetimes.has_gradient(root))
         second = self._run(again, stays=lifetimes.needed, extras=self.recompute.extras)
-        return max(entering + second, remade + walk_back)
+        made_here = self.recompute.values & self.stretch.maker.keys()
+        used_up = sum(map(self.bytes_of, made_here - lifetimes.needed))
+        return max(entering + second, remade + walk_back - used_up)
 
     def _back(self, *, weight_gradients: bool) -> float:
         """The peak of gradients over the walk back, less the storages of ``needed`` that are freed on the way."""
