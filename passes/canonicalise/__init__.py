@@ -15,6 +15,7 @@ from passes.canonicalise.counted_lookups import view_counted_lookups
 from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_entropy
 from passes.canonicalise.ctc_losses import write_out_ctc_losses
 from passes.canonicalise.dead_code import drop_dead_code
+from passes.canonicalise.dense_biases import make_biases_dense
 from passes.canonicalise.dense_experts import route_dense_experts
 from passes.canonicalise.elementwise_checks import check_each_element
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
@@ -131,6 +132,7 @@ def canonicalise(
     take_settled_choices(module)
     drop_dead_code(module)
     drop_noops(module, trainable)
+    make_biases_dense(module)
     mark_constants(module, literals)
     drop_dead_code(module)
     refuse_other_random_operators(module)

@@ -52,7 +52,8 @@ class EmbedTokensToLayer0(Block):
         attn = w.encoder.block[0].layer[0].SelfAttention
         q, k, v = F.linear(h, attn.q.weight), F.linear(h, attn.k.weight), F.linear(h, attn.v.weight)
         q, k, v = [each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in (q, k, v)]
-        mask = kernels.embedding(indices, attn.relative_attention_bias.weight).permute(2, 0, 1).unsqueeze(0)
+        mask = kernels.embedding(indices, attn.relative_attention_bias.weight)
+        mask = mask.permute(2, 0, 1).contiguous().unsqueeze(0)
         attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(1, 2).flatten(2)
         attention = F.linear(attention, attn.o.weight)
         x = x + attention
@@ -107,7 +108,7 @@ class FinalLayerNormToLayer1(Block):
         q, k, v = F.linear(h, attn.q.weight), F.linear(h, attn.k.weight), F.linear(h, attn.v.weight)
         q, k, v = [each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in (q, k, v)]
         relative_attention_bias = kernels.embedding(indices, attn.relative_attention_bias.weight)
-        relative_attention_bias = relative_attention_bias.permute(2, 0, 1).unsqueeze(0)
+        relative_attention_bias = relative_attention_bias.permute(2, 0, 1).contiguous().unsqueeze(0)
         mask_1 = torch.where(mask, relative_attention_bias, -3.3895313892515355e+38)
         mask_1 = spmd.convert(mask_1, "dp", src=R, dst=S(0))
         attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_1, scale=1.0).transpose(1, 2).flatten(2)
