@@ -65,7 +65,8 @@ operations, ``bytes`` the share of the memory bandwidth by the number of bytes: 
 measurements, one row a size: time a kernel at several sizes, divide the work by the time and by the peak. They must not
 fall with size, nor rise so fast that more work takes less time. ``tiles`` (matmul and convolution) adds what
 ``cost_models.efficiency.Tiling`` says about shapes, and ``odd_rows`` the share of the rate that is left of products
-whose rows have an odd number of elements of two bytes. ``kernel`` has the numbers of a kernel model that prices all
+whose rows have an odd number of elements of two bytes, ``narrow_rows`` of those that have an even number that is no
+multiple of 8. ``kernel`` has the numbers of a kernel model that prices all
 calls of known shape by itself: of ``cost_models.matmul_kernel.MatmulKernel`` (matmul, convolution) or
 ``cost_models.attention_kernel.AttentionKernel`` (attention, attention_backward).
 ``efficiency = "h100"`` takes a set of curves that comes with the package (``cost_models/presets/efficiency``).

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from cost_models.cluster import Cluster
 from cost_models.collectives import seconds_over
 from cost_models.dtypes import TFLOAT32
-from cost_models.efficiency import MatmulShape
+from cost_models.efficiency import ANY_ROWS, MatmulShape
 from cost_models.hardware import LinkLevel, crossed_levels
 from cost_models.measured_profile import Extrapolation
 from cost_models.routes import Span, route
@@ -72,7 +72,7 @@ class CostModel:
         dtype: str,
         kind: str | None = None,
         shape: MatmulShape | None = None,
-        odd_rows: bool = False,
+        row_step: int = ANY_ROWS,
     ) -> float:
         """Seconds of one operator on one device: the longest of arithmetic, memory traffic and the launch.
 
@@ -84,7 +84,7 @@ class CostModel:
             dtype: what is computed in.
             kind: one of ``efficiency.KIND_STAND_IN``; None: a matmul if there are operations, else elementwise.
             shape: (batch, m, n, k) of this device's part, where the kind is a matmul or works as one.
-            odd_rows: rows of a matrix that it reads or writes have an odd number of elements, see ``Efficiency``.
+            row_step: a power of two that divides the elements of all rows that it reads or writes, see ``Efficiency``.
 
         Raises:
             ValueError: if the kind is not known.
@@ -98,7 +98,7 @@ class CostModel:
         if self.extrapolation is not None:
             self.extrapolation.note(kind, flops or num_bytes)
         return max(
-            device.seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape, odd_rows=odd_rows)
+            device.seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape, row_step=row_step)
             for device in self._devices
         )
 

@@ -32,8 +32,9 @@ KIND_STAND_IN: dict[str, str | None] = {
 
 #: Kinds of which the shape, as a matmul's, decides how well tiles fill the device.
 TILED_KINDS = frozenset({"matmul", "convolution"})
-#: Bytes of the elements of which an odd number makes rows slow: rows of wider ones start where a load of 4 bytes may.
-ODD_ROWS_ITEM_SIZE = 2
+#: Bytes of the elements whose rows can start where no wide load may (other kernels multiply wider ones), and how many
+#: of them the widest load has: rows of a multiple of as many are as fast as any.
+NARROW_ITEM_SIZE, ANY_ROWS = 2, 8
 #: Kinds that fused attention runs, forward and backward.
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
 
@@ -131,7 +132,8 @@ class Efficiency:
     ``kernel`` says all that at once of products whose shape is known; the others are for those whose shape is not.
     ``odd_rows`` is the share of the rate that is left where rows of a product's matrices have an odd number of elements
     of two bytes: these do not start where a wide load may, so they are read element by element ("Matrix Multiplication
-    Background User's Guide", NVIDIA, section 2.2).
+    Background User's Guide", NVIDIA, section 2.2). ``narrow_rows`` is that of rows of an even number of them that is no
+    multiple of ``ANY_ROWS``: kernels that copy whole tiles take only that, and older ones run instead.
     """
 
     flops: Curve = FULL
@@ -139,6 +141,13 @@ class Efficiency:
     tiling: Tiling | None = None
     kernel: MatmulKernel | AttentionKernel | None = None
     odd_rows: float = 1.0
+    narrow_rows: float = 1.0
+
+    def rate_of_rows(self, row_step: int, item_size: int) -> float:
+        """The share of the rate that is left of products whose rows are multiples of ``row_step`` elements."""
+        if item_size != NARROW_ITEM_SIZE or row_step >= ANY_ROWS:
+            return 1.0
+        return self.odd_rows if row_step == 1 else self.narrow_rows
 
     def busy_flops(self, flops: float, *, shape: MatmulShape | None) -> float:
         """``flops`` at full rate that take as long as ``flops`` at the rate that is reached."""

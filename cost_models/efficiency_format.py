@@ -19,6 +19,8 @@ _KERNELS: dict[str, type[Kernel]] = {
     **dict.fromkeys(TILED_KINDS, MatmulKernel),
     **dict.fromkeys(ATTENTION_KINDS, AttentionKernel),
 }
+#: Shares of the rate, by field of ``Efficiency``.
+_SHARES = ("odd_rows", "narrow_rows")
 _TILING_KEYS = ("processors", "depth_overhead", "shapes")
 
 
@@ -50,8 +52,7 @@ def format_efficiency(efficiency: Mapping[str, Efficiency]) -> dict[str, Any]:
                 "depth_overhead": item.tiling.depth_overhead,
                 "shapes": [list(shape) for shape in item.tiling.shapes],
             }
-        if item.odd_rows != 1.0:
-            data[kind]["odd_rows"] = item.odd_rows
+        data[kind] |= {name: share for name in _SHARES if (share := getattr(item, name)) != 1.0}
         if item.kernel is not None:
             data[kind]["kernel"] = asdict(item.kernel)
     return data
@@ -85,7 +86,7 @@ def format_curve(curve: Curve) -> Any:
 def _parse_kind(data: Any, where: str, kind: str) -> Efficiency:
     table = as_table(data, where)
     kernel = _KERNELS.get(kind)
-    more = ("tiles", "odd_rows") * (kind in TILED_KINDS) + ("kernel",) * (kernel is not None)
+    more = ("tiles", *_SHARES) * (kind in TILED_KINDS) + ("kernel",) * (kernel is not None)
     check_keys(table, ("flops", "bytes", *more), where)
     return Efficiency(
         flops=parse_curve(table.get("flops", 1.0), f"{where}.flops"),
@@ -96,7 +97,7 @@ def _parse_kind(data: Any, where: str, kind: str) -> Efficiency:
         kernel=from_plain(kernel, table["kernel"], where=f"{where}.kernel")
         if kernel is not None and "kernel" in table
         else None,
-        odd_rows=_parse_share(table.get("odd_rows", 1.0), f"{where}.odd_rows"),
+        **{name: _parse_share(table.get(name, 1.0), f"{where}.{name}") for name in _SHARES},
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cost_models.dtypes import RATE_STAND_IN, TFLOAT32, item_size
-from cost_models.efficiency import FULL, ODD_ROWS_ITEM_SIZE, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
+from cost_models.efficiency import ANY_ROWS, FULL, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
 from cost_models.fields import Positive, Seconds
 from cost_models.short_text import ShortRepr
 
@@ -57,25 +57,24 @@ class Device(ShortRepr):
         dtype: str,
         kind: str,
         shape: MatmulShape | None = None,
-        odd_rows: bool = False,
+        row_step: int = ANY_ROWS,
     ) -> float:
         """Seconds of one operator: the longest of arithmetic, memory traffic (a roofline) and the launch.
 
-        ``odd_rows``: rows of a matrix that it reads or writes have an odd number of elements.
+        ``row_step``: a power of two that divides the elements of all rows that it reads or writes.
 
         Raises:
             ValueError: if the kind is not known.
         """
         efficiency = of_kind(self.efficiency, kind)
-        peak = self.peak_flops(dtype)
-        if odd_rows and item_size(dtype) == ODD_ROWS_ITEM_SIZE:
-            peak *= efficiency.odd_rows
+        size = item_size("float32" if dtype == TFLOAT32 else dtype)
+        peak = self.peak_flops(dtype) * efficiency.rate_of_rows(row_step, size)
         if efficiency.kernel is not None and shape is not None and flops:
             seconds = efficiency.kernel.seconds(
                 shape,
                 flops=flops,
                 num_bytes=num_bytes,
-                item_size=item_size("float32" if dtype == TFLOAT32 else dtype),
+                item_size=size,
                 peak=peak,
                 bandwidth=self.memory_bandwidth,
             )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import planner
 from cost_models import Cluster
-from passes.rules.kinds import has_odd_rows
+from passes.rules.kinds import row_step
 
 
 class Head(nn.Module):
@@ -36,8 +36,8 @@ def test_an_odd_number_of_classes_is_ten_times_as_slow_whole_or_cut(tp: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("shape", "odd"),
-    [((1, 8191, 512, 64), False), ((1, 8192, 511, 64), True), ((4, 8, 64, 63), True), ((1, 8, 1, 64), False)],
+    ("shape", "step"),
+    [((1, 8191, 512, 64), 8), ((1, 8192, 511, 64), 1), ((4, 8, 64, 63), 1), ((1, 8, 1, 64), 8), ((1, 8, 30522, 64), 2)],
 )
-def test_rows_are_as_long_as_n_or_k(shape: tuple[int, int, int, int], odd: bool) -> None:
-    assert has_odd_rows(shape) is odd
+def test_rows_are_as_long_as_n_or_k(shape: tuple[int, int, int, int], step: int) -> None:
+    assert row_step(shape) == step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from cost_models.efficiency import ANY_ROWS
 from passes.ir.graph import Node
 
 MATMUL, ATTENTION, CONVOLUTION, NORM = "matmul", "attention", "convolution", "norm"
@@ -65,12 +66,13 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
     return batch, rows // max(1, batch), n, first[-1]
 
 
-def has_odd_rows(shape: tuple[int, int, int, int]) -> bool:
-    """Whether a product (batch, m, n, k), or one of its backward, reads or writes rows of an odd number of elements.
+def row_step(shape: tuple[int, int, int, int]) -> int:
+    """The largest power of two, up to ``ANY_ROWS``, that divides the elements of every row of a product's matrices.
 
-    Rows are n or k long in each of the three, never m: samples and positions. One element is no row.
+    Rows are n or k long in a product (batch, m, n, k) and in those of its backward, never m: samples and positions. One
+    element is no row.
     """
-    return any(length % 2 == 1 and length > 1 for length in shape[2:])
+    return math.gcd(ANY_ROWS, *(length for length in shape[2:] if length > 1))
 
 
 def _einsum_shape(node: Node, inputs: Sequence[tuple[int, ...]]) -> tuple[int, int, int, int] | None:

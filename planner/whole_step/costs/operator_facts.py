@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cost_models.efficiency import ANY_ROWS
 from passes.ir.graph import Node, Value
 from passes.rules.expert_rules import is_experts
-from passes.rules.kinds import MATMUL, has_odd_rows, kind_of, matmul_shape
+from passes.rules.kinds import MATMUL, kind_of, matmul_shape, row_step
 from planner.sharding_ilp.sharding_prices import is_view, table_read_by_rows
 
 
@@ -29,7 +30,7 @@ class OperatorFacts:
         table: the input of which only rows are read, if it is one of these.
         with_gradient: the inputs that are read and have a gradient, as often as they are taken.
         grads: names of all inputs that have one.
-        has_odd_rows: a matrix product whose whole operands have odd rows.
+        row_step: of a matrix product with its whole operands, see ``passes.rules.kinds``.
         likeness: the same for operators that are priced alike where they are cut alike.
     """
 
@@ -42,7 +43,7 @@ class OperatorFacts:
     table: str | None
     with_gradient: tuple[tuple[int, Value], ...]
     grads: tuple[str, ...]
-    has_odd_rows: bool
+    row_step: int
     likeness: tuple[object, ...]
 
     @staticmethod
@@ -50,9 +51,9 @@ class OperatorFacts:
         kind, is_mixture = kind_of(node), is_experts(node)
         operands = [(place, values[name]) for place, name in enumerate(node.inputs)]
         read = [(place, value) for place, value in operands if (node.name, value.name) not in fusion.reads]
-        is_odd = False
+        step = ANY_ROWS
         if kind == MATMUL and not is_mixture and not is_view(node):
-            is_odd = has_odd_rows(matmul_shape(node, [value.shape for _, value in operands], node.output.shape))
+            step = row_step(matmul_shape(node, [value.shape for _, value in operands], node.output.shape))
         return OperatorFacts(
             node=node,
             is_view=is_view(node),
@@ -63,7 +64,7 @@ class OperatorFacts:
             table=table_read_by_rows(node),
             with_gradient=tuple((place, value) for place, value in read if value.requires_grad),
             grads=tuple(name for name in dict.fromkeys(node.inputs) if values[name].requires_grad),
-            has_odd_rows=is_odd,
+            row_step=step,
             likeness=_likeness(node, values, fusion),
         )
 

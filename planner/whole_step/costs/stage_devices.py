@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from cost_models import Cluster, CostModel
-from cost_models.efficiency import MatmulShape
+from cost_models.efficiency import ANY_ROWS, MatmulShape
 from cost_models.unequal_devices import device_kinds, kinds_of_stages, view
 from passes.rules.rule import pieces_of_work
 from planner.sharding_ilp.assignment import Conversion
@@ -91,13 +91,13 @@ class WeightedCostModel(CostModel):
         dtype: str,
         kind: str | None = None,
         shape: MatmulShape | None = None,
-        odd_rows: bool = False,
+        row_step: int = ANY_ROWS,
     ) -> float:
         """The least weighted seconds of one operator."""
         return min(
             weight
             * prices.compute_seconds(
-                flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape, odd_rows=odd_rows
+                flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape, row_step=row_step
             )
             for prices, weight in self._kinds
         )

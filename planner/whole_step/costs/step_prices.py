@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cost_models.dtypes import item_size
+from cost_models.efficiency import ANY_ROWS
 from passes.ir.conversions import Step
 from passes.ir.graph import Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
@@ -24,9 +25,9 @@ from passes.rules.kinds import (
     FUSED_ELEMENTWISE,
     MATMUL,
     REDUCTION,
-    has_odd_rows,
     kind_of,
     matmul_shape,
+    row_step,
 )
 from passes.rules.linear_rows import LINEAR
 from planner.sharding_ilp.sharding_prices import Pricing
@@ -68,7 +69,7 @@ class StepPrices(Protocol):
         dtype: str,
         kind: str | None = None,
         shape: tuple[int, int, int, int] | None = None,
-        odd_rows: bool = False,
+        row_step: int = ANY_ROWS,
     ) -> float: ...
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
@@ -205,10 +206,10 @@ class StepPricing(Pricing):
         grads: Sequence[str],
     ) -> tuple[float, float]:
         """One matrix product forward, one for the gradient of each matrix backward."""
-        (shape, pieces, copied), is_odd = self._matmul(node, values, inputs, outputs)
+        (shape, pieces, copied), step = self._matmul(node, values, inputs, outputs)
         dtype = node.output.dtype
         price = functools.partial(self.prices.compute_seconds, dtype=dtype)
-        multiply = functools.partial(price, kind=MATMUL, odd_rows=is_odd)
+        multiply = functools.partial(price, kind=MATMUL, row_step=step)
 
         def in_pieces(shape: tuple[int, int, int, int]) -> float:
             batch, m, *rest = shape
@@ -245,14 +246,14 @@ class StepPricing(Pricing):
         rows, dtype, size = flops / per_row, node.output.dtype, item_size(node.output.dtype)
         products = grouped_products(node, parts, rows)
         whole = grouped_products(node, [values[name].shape for name in node.inputs], rows)
-        is_odd = any(has_odd_rows(each) for each in (*products, *whole))
+        step = min(row_step(each) for each in (*products, *whole))
         forward = backward = 0.0
         for shape in products:
             count, _, n, k = shape
             of_product, moved = 2.0 * rows * n * k, size * (rows * (n + k) + count * n * k)
             prices = [
                 self.prices.compute_seconds(
-                    flops=of_product, num_bytes=moved, dtype=dtype, kind=MATMUL, shape=each, odd_rows=is_odd
+                    flops=of_product, num_bytes=moved, dtype=dtype, kind=MATMUL, shape=each, row_step=step
                 )
                 for each in (shape, *_turned(shape))
             ]
@@ -302,13 +303,13 @@ class StepPricing(Pricing):
 
     def _matmul(
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], outputs: Sequence[Placement]
-    ) -> tuple[RowExchange, bool]:
-        """How a product's part runs, and whether rows are odd: in the whole too, as then some rank's are."""
+    ) -> tuple[RowExchange, int]:
+        """How a product's part runs, and the step of its rows: the whole's if less, as then some rank's is."""
         parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
         output = local_shape(node.output.shape, outputs[0], self.mesh)
         part = matmul_shape(node, parts, output)
         exchange = row_exchange(part, parts[0], output) if node.op == LINEAR else RowExchange(part, 1, (0.0, 0.0))
-        return exchange, has_odd_rows(part) or self._facts_of(node, values).has_odd_rows
+        return exchange, min(row_step(part), self._facts_of(node, values).row_step)
 
 
 def forms_scores(node: Node) -> bool:
