@@ -10,6 +10,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from cost_models.dtypes import TFLOAT32
 from cost_models.presets import load_efficiency, load_preset, preset_names
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def describe(mesh: DeviceMesh) -> dict[str, Any]:
 def describe_devices(device_type: str, num_devices: int) -> dict[str, Any]:
     """The same of so many devices as this process has one of.
 
+    ``float32`` is as fast as this process multiplies it: with ``torch.set_float32_matmul_precision("high")`` as TF32.
+
     Raises:
         ValueError: as ``describe``.
     """
@@ -56,6 +59,9 @@ def describe_devices(device_type: str, num_devices: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     preset = match_preset(properties.name, properties.total_memory)
     data = load_preset(preset) if preset else estimate(properties)
+    rates = data["device"]["flops"]
+    if TFLOAT32 in rates and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        rates["float32"] = rates[TFLOAT32]
     if "host" in data:
         data["host"] = {**data["host"], "memory_bytes": min(data["host"]["memory_bytes"], memory_of_host())}
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())

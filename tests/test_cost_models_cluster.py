@@ -314,6 +314,21 @@ def test_gpu_mesh_on_hosts(monkeypatch, size, local_world_size, expected):
     assert Cluster.from_device_mesh(fake_mesh("cuda", size)) == Cluster.parse(expected)
 
 
+@pytest.mark.parametrize(("precision", "rate"), [("highest", "float32"), ("high", "tfloat32"), ("medium", "tfloat32")])
+def test_float32_is_as_fast_as_this_process_multiplies_it(monkeypatch, precision, rate):
+    torch = pytest.importorskip("torch")
+    h100 = gpu_properties("NVIDIA H100 80GB HBM3", total_memory=int(79.1 * 2**30))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h100)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = Cluster.from_device_mesh(fake_mesh("cuda", 1)).device.peak_flops("float32")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == Cluster.parse("dgx-h100").device.flops[rate]
+
+
 def test_a_machine_with_less_memory_than_its_preset_offloads_into_what_it_has(monkeypatch):
     torch = pytest.importorskip("torch")
     h200 = gpu_properties("NVIDIA H200", total_memory=int(139.8 * 2**30))
