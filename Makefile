@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
-RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal --durations=40 --durations-min=5
+# Processes that tests start read what the first of them compiled, also where the surroundings forbid to write it.
+RUN_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal --durations=40 --durations-min=5
 
 .PHONY: demo test run-tests test-oldest lint docs browser install golden clean
 

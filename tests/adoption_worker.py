@@ -17,6 +17,7 @@ from runtime.checkpoint import whole_optimizer_state
 from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import answer, task
 from tests.small_models import Mlp, TiedClassifier, seeded, token_batch
+from tests.tracing import traced_once
 
 
 def difference(actual: Any, expected: Any) -> float:
@@ -308,4 +309,5 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
 
 if __name__ == "__main__":
     task()
-    answer({scenario.__name__: scenario() for scenario in SCENARIOS})
+    with traced_once():
+        answer({scenario.__name__: scenario() for scenario in SCENARIOS})

@@ -25,6 +25,7 @@ from runtime.program_tools.offloaded_activations import ProcessorLink, use_link
 from runtime.torch_compat.dtensors import local_part
 from tests.patience import PATIENCE
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 MAKERS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
@@ -198,4 +199,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

@@ -48,6 +48,8 @@ from tests.hugging_face_cases import (
 from tests.hugging_face_cases import config as llama_config
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 ONCE = {"num_train_epochs": 1, "save_strategy": "no"}
 
 

@@ -19,6 +19,8 @@ from passes.plan.step_plan import ACTIVATIONS, ALL, ON_HOST, OPTIMIZER, RankMemo
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.time_waterfall import waterfall
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: Llama-65B on 16 A100s, as published: pp8 · dp2, micro-batches of 8, ZeRO 1, state on the hosts.
 PUBLISHED = {
     "pp": 8, "dp": 2, "cp": 1, "tp": 1, "micro_batch": 8, "zero": 1, "schedule": "1f1b", "recompute": "full",

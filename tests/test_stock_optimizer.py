@@ -15,6 +15,8 @@ from planner.integrations import transformers as hf
 from tests.checkpoint_cases import StockTraining, compiled, two_groups
 from tests.hugging_face_cases import llama
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 def trained(kind: Any, folder: Path, optimizer: str, *, resume: Path | None = None, **options: Any) -> Any:
     """State after three steps, each of which has a checkpoint."""
