@@ -21,6 +21,7 @@ from runtime.execution.expert_load import chunk_begins
 from runtime.execution.step_state import StepState
 from runtime.mesh.layout import Layout
 from runtime.pipeline import TensorSpec
+from runtime.programs.tensor_makers import makes_tensors
 from runtime.state.owned import rectangle
 from runtime.state.weight_tree import WeightTree
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
@@ -57,6 +58,7 @@ class ProgramRunner:
         self.tree = self._tree()
         self.entry = program.load()[ENTRY_POINT](self.tree)
         self._constants: tuple[torch.Tensor, ...] | None = None
+        self._makes_tensors = makes_tensors(program.source)
         #: The mesh as ``spmd_types`` keeps it; to look up its groups takes as long as several operators.
         self._mesh: Any = None
 
@@ -83,10 +85,16 @@ class ProgramRunner:
         """Outputs by path."""
         with self._running(microbatch), self._reading(ops.values_before()):
             if self._constants is None:
-                with torch.no_grad():
+                with torch.no_grad(), self._on_device():
                     self._constants = tuple(self.entry.constants())
-            outputs: dict[str, torch.Tensor] = self.entry(*tensors, *self._constants)
+            with self._on_device() if self._makes_tensors else contextlib.nullcontext():
+                outputs: dict[str, torch.Tensor] = self.entry(*tensors, *self._constants)
         return outputs
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Make tensors on the program's device."""
+        device = self.state.places.layout.device
+        return contextlib.nullcontext() if device.type == "cpu" else torch.device(device)
 
     @contextlib.contextmanager
     def _reading(self, before: Mapping[int, torch.Tensor]) -> Iterator[None]:
@@ -104,14 +112,13 @@ class ProgramRunner:
 
     @contextlib.contextmanager
     def _running(self, microbatch: int) -> Iterator[None]:
-        """The mesh that collectives mean, the micro-batch, and the device on which tensors are made."""
+        """The mesh that collectives mean, and the micro-batch."""
         layout = self.state.places.layout
         if self._mesh is None:
             with spmd.set_current_mesh(layout.device_mesh):
                 self._mesh = mesh_of_thread()
-        on_device = contextlib.nullcontext() if layout.device.type == "cpu" else torch.device(layout.device)
         this = ops.Microbatch(microbatch, self.split.num_microbatches, BATCH_AXIS)
-        with use_mesh(self._mesh), ops.in_microbatch(this), on_device:
+        with use_mesh(self._mesh), ops.in_microbatch(this):
             yield
 
 

@@ -18,6 +18,7 @@ from torch._C import _len_torch_function_stack as num_function_modes
 from torch.autograd import _profiler_enabled as does_profiler_run
 from torch.utils import _python_dispatch as dispatch_modes
 from torch.utils._device import DeviceContext
+from torch.utils._device import _device_constructors as tensor_constructors
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -38,6 +39,7 @@ __all__ = [
     "num_function_modes",
     "outside_device_contexts",
     "plain_key_sets",
+    "tensor_constructors",
     "unseen_by_checkpoints",
     "without_dispatch_modes",
     "without_innermost_mode",

@@ -27,6 +27,7 @@ RUNTIME_NAMES = {
     "torch.overrides._pop_mode": "compiled chains fail inside function modes",
     "torch.overrides._push_mode": "compiled chains fail inside function modes",
     "torch.utils._device.DeviceContext": "fused operators are slow inside torch.device",
+    "torch.utils._device._device_constructors": "all programs run inside torch.device, 1 µs more for each operator",
     "torch.utils._python_dispatch.return_and_correct_aliasing": "DTensors cannot be turned in place (orthogonal_)",
     "torch.utils._python_dispatch._disable_current_modes": "votes of ranks are counted as collectives of the program",
     "torch.utils._python_dispatch._pop_mode_temporarily": "selective recomputation keeps what collectives make",

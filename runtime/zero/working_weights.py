@@ -23,9 +23,13 @@ class Gathered:
     def __init__(self, flat: torch.Tensor, layout: FlatLayout) -> None:
         self.flat = flat
         self._layout = layout
+        self._wholes: list[torch.Tensor] | None = None
 
     def wholes(self) -> list[torch.Tensor]:
-        return self._layout.wholes(self.flat)
+        """Each weight as a view, the same at every call: to make them takes as long as to copy small weights."""
+        if self._wholes is None:
+            self._wholes = self._layout.wholes(self.flat)
+        return self._wholes
 
 
 class WorkingWeights:

@@ -1,0 +1,92 @@
+"""Programs run with their device as torch's default only if they make tensors on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import planner
+from planner.library import build_model, load_config, random_batch
+from runtime.execution.chunk import ProgramRunner
+from runtime.programs.tensor_makers import makes_tensors
+from runtime.torch_compat.dispatcher import tensor_constructors
+
+
+@pytest.mark.parametrize(
+    ("body", "makes"),
+    [
+        ("torch.ones(3)", True),
+        ("x + torch.tensor([1.0])", True),
+        ("torch.full((2,), fill_value=torch.arange(2).sum())", True),
+        ("ops.rand((8, 1), dtype=torch.float32, draw=0, of=self)", True),
+        ("ops.rand_like(x)", False),
+        ("torch.ones(3, device=x.device)", False),
+        ("x.new_zeros(3)", False),
+        ("torch.where(x > 0, x, 1.0)", False),
+        ("F.linear(x, w.ones)", False),
+    ],
+)
+def test_calls_that_make_tensors_are_found(body: str, makes: bool) -> None:
+    assert makes_tensors(f"class A(Block):\n    def forward(self, x):\n        return {body}\n") is makes
+
+
+def test_constants_are_made_by_themselves() -> None:
+    source = "class Program(Block):\n    def constants(self):\n        return (torch.ones(3),)\n"
+    assert not makes_tensors(source)
+
+
+class Noting(TorchFunctionMode):
+    """Notes what is called that makes tensors on the default device."""
+
+    def __init__(self, made: list[str]) -> None:
+        super().__init__()
+        self.made = made
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in tensor_constructors() and (kwargs or {}).get("device") is None:
+            self.made.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * torch.rand(8, 1) + torch.linspace(0.0, 1.0, 8)).square().mean()
+
+
+def made_by_programs(parallel: nn.Module, batch: dict[str, torch.Tensor], patch: pytest.MonkeyPatch) -> list[str]:
+    """What the programs of a second step make, whose constants are there."""
+    parallel.train_step(**batch)
+    made: list[str] = []
+    run = ProgramRunner.__call__
+
+    def noted(runner: ProgramRunner, *arguments: Any) -> Any:
+        assert not runner._makes_tensors
+        with Noting(made):
+            return run(runner, *arguments)
+
+    patch.setattr(ProgramRunner, "__call__", noted)
+    parallel.train_step(**batch)
+    return made
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit", "whisper", "bloom"])
+def test_programs_of_models_make_nothing_but_constants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(f"tiny-{name}")
+    batch = random_batch(config, batch_size=2, seq_len=8)
+    parallel = planner.compile(build_model(config, device="cpu").eval(), example_inputs=batch)
+    assert made_by_programs(parallel, batch, monkeypatch) == []
+
+
+def test_a_program_that_draws_makes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"x": torch.randn(8, 8)}
+    parallel = planner.compile(Noisy(), example_inputs=batch)
+    with pytest.raises(AssertionError):
+        made_by_programs(parallel, batch, monkeypatch)
