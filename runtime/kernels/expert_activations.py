@@ -42,9 +42,9 @@ class ExpertActivation:
 
 
 def _gated_value(hidden: torch.Tensor, *, name: str) -> torch.Tensor:
-    gate, up = hidden.chunk(2, dim=-1)
-    function = gated.triton_forward if runs_triton(hidden) else gated.aten
-    return function(gate, up, activation=name)
+    if runs_triton(hidden):
+        return gated.triton_forward(*hidden.chunk(2, dim=-1), activation=name)
+    return in_row_blocks(lambda some: gated.aten(*some.chunk(2, dim=-1), activation=name), hidden)
 
 
 def _gated_gradient(grad: torch.Tensor, hidden: torch.Tensor, *, name: str) -> torch.Tensor:

@@ -171,11 +171,16 @@ def _aten(
 
 def combined(rows: torch.Tensor, scores: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Rows [T, k, H] weighed by scores [T, k] and added up in at least float32: [T, H]."""
-    if scores is None:
-        return rows[:, 0] if rows.shape[1] == 1 else in_dtype(wide(rows).sum(1), dtype)
-    return in_row_blocks(
-        lambda rows, scores: in_dtype((wide(rows) * wide(scores).unsqueeze(-1)).sum(1), dtype), rows, scores
-    )
+
+    def plain_sums(rows: torch.Tensor) -> torch.Tensor:
+        return in_dtype(wide(rows).sum(1), dtype)
+
+    def weighed_sums(rows: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return in_dtype((wide(rows) * wide(scores).unsqueeze(-1)).sum(1), dtype)
+
+    if scores is not None:
+        return in_row_blocks(weighed_sums, rows, scores)
+    return rows[:, 0] if rows.shape[1] == 1 else in_row_blocks(plain_sums, rows)
 
 
 def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, routing: ExpertRouting) -> None:
