@@ -7,7 +7,8 @@ INSTALLED := $(VENV)/.installed
 OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # Processes that tests start read what the first of them compiled, also where the surroundings forbid to write it.
-RUN_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal --durations=40 --durations-min=5
+# Three processes of pytest for two processors: one often waits for ranks that wait for each other.
+RUN_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 3 --dist worksteal --durations=40 --durations-min=5
 
 .PHONY: demo test run-tests test-oldest lint docs browser install golden clean
 

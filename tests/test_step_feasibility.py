@@ -87,8 +87,9 @@ def test_models_that_do_not_fit(name: str, cluster: str, needed: int) -> None:
 def test_what_is_said_to_help_does() -> None:
     graph = graph_of("llama-13b", seq_len=1024)
     assert any_plan(graph, "dgx-a100-40g:1x8").step is not None
+    needed = float(why_not(graph, "dgx-a100-40g:1x4").partition("devices with ")[2].partition(" ")[0])
     roomy = Cluster.parse("dgx-a100-40g:1x4")
-    device = dataclasses.replace(roomy.groups[0].device, memory_bytes=49.4 * GIB)
+    device = dataclasses.replace(roomy.groups[0].device, memory_bytes=needed * GIB)
     roomy = dataclasses.replace(roomy, groups=(dataclasses.replace(roomy.groups[0], device=device),))
     assert any_plan(graph, roomy).step is not None
 
