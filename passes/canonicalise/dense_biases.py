@@ -45,7 +45,8 @@ def _turned(bias: fx.Node) -> list[fx.Node]:
 
 
 def _is_dense(node: fx.Node) -> bool:
+    """Whether the last dim is dense in memory, or has a stride that is open."""
     if not is_tensor(node) or not shape(node):
         return True
     last, length = value(node).stride(-1), shape(node)[-1]
-    return isinstance(length, int) and (length == 1 or (isinstance(last, int) and last == 1))
+    return not isinstance(last, int) or last == 1 or (isinstance(length, int) and length == 1)
