@@ -201,7 +201,6 @@ class Prediction:
                 used,
                 local_bytes=lambda value: value.num_bytes,
                 extra_bytes=lambda extra: extra.num_bytes,
-                weight_gradients=True,
             )
             for place, (nodes, used) in enumerate(stretches)
         )

@@ -323,10 +323,10 @@ def test_float32_is_as_fast_as_this_process_multiplies_it(monkeypatch, precision
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        found = Cluster.from_device_mesh(fake_mesh("cuda", 1)).device.peak_flops("float32")
+        live_rate = Cluster.from_device_mesh(fake_mesh("cuda", 1)).device.peak_flops("float32")
     finally:
         torch.set_float32_matmul_precision(before)
-    assert found == Cluster.parse("dgx-h100").device.flops[rate]
+    assert live_rate == Cluster.parse("dgx-h100").device.flops[rate]
 
 
 def test_a_machine_with_less_memory_than_its_preset_offloads_into_what_it_has(monkeypatch):

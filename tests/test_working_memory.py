@@ -51,6 +51,7 @@ def test_experts_hold_what_is_counted(dtype: str, monkeypatch: pytest.MonkeyPatc
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as of_backward:
         results = backward(torch.randn_like(x), *operands, hidden, "swiglu", [True] * 4 + [False] * 2)
     holds = experts_hold(dtype, {})
+    # 15%: tables of the routing and the float32 copies of other operands are not counted.
     weights = first.nbytes + second.nbytes  # whoever asks counts their gradients, and what experts give
     assert peak(allocations(of_forward)) == pytest.approx(holds.forward + hidden.nbytes, rel=0.15)
     assert peak(allocations(of_backward)) == pytest.approx(holds.backward + weights + x.nbytes, rel=0.15)

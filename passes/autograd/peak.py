@@ -32,18 +32,15 @@ def working_peak(
     local_bytes: LocalBytes,
     extra_bytes: ExtraBytes,
     compiled: bool = False,
-    weight_gradients: bool = False,
 ) -> float:
     """Bytes on one device, forward or backward, whichever is more.
 
     Args:
         saved_activations, nodes, policy, compiled: as for ``kept_under``.
         local_bytes, extra_bytes: bytes on one device of a value, and of a tensor made inside an operator.
-        weight_gradients: count each parameter's gradient before it is added to the accumulated one (needed from the
-            second micro-batch on, and wherever that one is of another dtype or of several parameters).
     """
     lifetimes = Lifetimes(saved_activations, nodes, policy, compiled=compiled)
-    return lifetimes.peak(local_bytes=local_bytes, extra_bytes=extra_bytes, weight_gradients=weight_gradients)
+    return lifetimes.peak(local_bytes=local_bytes, extra_bytes=extra_bytes)
 
 
 class Lifetimes:
@@ -61,10 +58,10 @@ class Lifetimes:
         self.compiled = compiled
         self.written = self._written()
 
-    def peak(self, *, local_bytes: LocalBytes, extra_bytes: ExtraBytes, weight_gradients: bool = False) -> float:
+    def peak(self, *, local_bytes: LocalBytes, extra_bytes: ExtraBytes) -> float:
         """Bytes on one device, forward or backward, whichever is more; see ``working_peak``."""
         walk = _Walk(self, local_bytes, extra_bytes)
-        return max(walk.forward(), walk.backward(weight_gradients=weight_gradients))
+        return max(walk.forward(), walk.backward())
 
     def _written(self) -> frozenset[str]:
         """Storages that are written to memory: all, or those that fused kernels write."""
@@ -214,11 +211,11 @@ class _Walk:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def backward(self, *, weight_gradients: bool) -> float:
+    def backward(self) -> float:
         """The peak of the second forward (where there is one) and of the walk back."""
         lifetimes, again = self.lifetimes, self.recompute.recomputed
         remade = sum(self.bytes_of(root) for root in lifetimes.needed - self.recompute.values)
-        walk_back = self._back(weight_gradients=weight_gradients)
+        walk_back = self._back()
         if not again:
             return remade + walk_back
         inside = [extra for name in self.stretch.names for extra in lifetimes.held_extras(name)]
@@ -229,13 +226,13 @@ class _Walk:
         used_up = sum(map(self.bytes_of, made_here - lifetimes.needed))
         return max(entering + second, remade + walk_back - used_up)
 
-    def _back(self, *, weight_gradients: bool) -> float:
+    def _back(self) -> float:
         """The peak of gradients over the walk back, less the storages of ``needed`` that are freed on the way."""
         lifetimes = self.lifetimes
         grads = {root: self.bytes_of(root) for root in lifetimes.leaving if lifetimes.has_gradient(root)}
         peak = total = sum(grads.values())
         for node in lifetimes.backward_nodes:
-            added = 0.0
+            added = self._weights(node)  # before they are added to those of other micro-batches, or cast
             in_place = lifetimes.overwritten(node)
             for root in lifetimes.taken[node]:
                 if not lifetimes.has_gradient(root) or root in lifetimes.of_outputs[node]:
@@ -247,8 +244,6 @@ class _Walk:
                 else:
                     grads[root] = self.bytes_of(root)
                     total += grads[root]
-            if weight_gradients:
-                added += self._weights(node)
             peak = max(peak, total + added + self.inside_bytes(node, backward=True))
             total += sum(self.bytes_of(root) for root in in_place)
             for root in lifetimes.allocated[node]:

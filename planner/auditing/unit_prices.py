@@ -224,7 +224,6 @@ class UnitPrices:
             local_bytes=local_bytes,
             extra_bytes=extra_bytes,
             compiled=self.compiled,
-            weight_gradients=True,
         )
         peak += max((self._exchanged_bytes(run, name) for name in run.nodes if name in run.inputs), default=0.0)
         visiting = self._visiting_bytes(unit)

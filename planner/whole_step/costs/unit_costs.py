@@ -340,7 +340,7 @@ class _FigureReader:
         if base == "full":
             again = sum(option.communication[0] for option in options) + self._forward_communication(index)
         lifetimes = self.step_units.lifetimes(way.activations, way.nodes, base)
-        peak = lifetimes.peak(local_bytes=self._local_bytes, extra_bytes=self._extra_bytes, weight_gradients=True)
+        peak = lifetimes.peak(local_bytes=self._local_bytes, extra_bytes=self._extra_bytes)
         peak += exchanged
         if name == ON_HOST:
             staying = sum(self._local_bytes(self.values[root]) for root in roots if root in unit.carried)
