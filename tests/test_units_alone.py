@@ -18,6 +18,7 @@ from runtime.zero.norm import clip_gradients, gradient_norm
 from runtime.zero.precision import Dtypes, Precision
 from runtime.zero.state_pieces import piece, piece_of, piece_shape
 from runtime.zero.unit import Unit, UnitWeight, chained
+from runtime.zero.uses import taken_together
 from tests.units_worker import FROZEN, forward, optimizer_of, reference, samples, whole_weights
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -122,6 +123,36 @@ def test_gradients_are_added_to_those_that_are_there() -> None:
         sum((index + 1) * unit.use()[0].float().sum() for index, unit in enumerate(units)).backward()
     assert owner.grad is not None and owner.grad.tolist() == [6.0, 6.0]
     assert other.grad is None
+
+
+def test_a_gpu_takes_gradients_of_neighbours_together() -> None:
+    mib = 2**20
+    sizes = [20 * mib, 10 * mib, 40 * mib, mib, mib]
+    assert taken_together(sizes, on_gpu=True, splits_backward=False) == [2, 1, 2]
+    assert taken_together(sizes, on_gpu=True, splits_backward=True) == [1] * 5
+    assert taken_together(sizes, on_gpu=False, splits_backward=False) == [1] * 5
+    assert taken_together([1024] * 3, on_gpu=False, splits_backward=True) == [3]
+
+
+@pytest.mark.parametrize("sizes", ([3], [1, 1, 1], [1, 2], [2, 1]), ids=str)
+def test_gradients_are_the_same_however_many_are_taken_together(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.zero.unit.taken_together", lambda *_, **__: sizes)
+    owners = [nn.Parameter(torch.full((2,), nr + 1.0)) for nr in range(3)]
+    dtypes = (torch.bfloat16, torch.float16, torch.bfloat16)  # two bundles, whose order is not the owners'
+    weights = [UnitWeight(str(nr), owner, (2,), compute=dtypes[nr]) for nr, owner in enumerate(owners)]
+    unit = Unit(weights, zero=0)
+    unit.begin(2)
+    for _ in range(2):
+        first, _unused, last = unit.use()
+        (first.float().square() + 3 * last.float()).sum().backward()
+    unit.finish()
+    assert [None if owner.grad is None else owner.grad.tolist() for owner in owners] == [
+        [4.0] * 2,
+        None,
+        [6.0] * 2,
+    ]
 
 
 def test_a_wrong_piece_is_refused() -> None:

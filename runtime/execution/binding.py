@@ -209,7 +209,7 @@ def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collec
     zero = max(zero, int(any(info.sharded for info in infos)))
     axes, zero_ranks = (infos[0].data_axes, infos[0].zero_ranks) if infos else ((), 0)
     groups = state.places.piece_groups(axes, zero_ranks if zero else 0)
-    return Unit(weights, zero=zero, group=StateGroup.of(*groups))
+    return Unit(weights, zero=zero, group=StateGroup.of(*groups), splits_backward=state.splits_backward)
 
 
 def _weight(name: str, info: StateInfo, state: StepState, *, shared: bool) -> UnitWeight:

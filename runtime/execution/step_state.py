@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from cost_models.schedules import SCHEDULES
 from passes.ir.types import I, MeshShape, R, shard_dim
 from passes.pipeline_cut import Deferral
 from passes.torch_compat.module_tables import convert_tensors
@@ -180,6 +181,12 @@ class StepState:
         pieces = {(info.sharded, info.data_axes if info.sharded else (), info.zero_ranks) for info in infos}
         wholes = {(info.shape, info.stages, info.owner_dtype) for info in infos}
         return len(pieces) == len(wholes) == 1 and all(_lie_alike(first, info, self._mesh) for info in infos)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes come in two halves: gradients of activations, and later of weights."""
+        schedule = None if self.placing is None else SCHEDULES.get(self.placing.plan.step.schedule)
+        return schedule is not None and schedule.splits_backward
 
     def trains(self, name: str) -> bool:
         """Whether a parameter is trained: it may have been frozen since the plan was made."""

@@ -33,11 +33,14 @@ class _Missing:
 
 
 class _Triton:
-    """``triton``, whose ``jit`` makes kernels that do not spill registers (``runtime.kernels.spill_free``)."""
+    """``triton``, whose ``jit`` makes kernels that are launched with little of the host's time, and do not spill.
+
+    See ``runtime.kernels.repeated_launch`` and ``runtime.kernels.spill_free``.
+    """
 
     def jit(self, function: Callable[..., Any]) -> Any:
         if not interprets_triton():
-            return SpillFreeKernel(function)
+            return RepeatedKernel(function)
         from runtime.torch_compat.triton_interpreter import interpreted_kernel  # here: needs NumPy
 
         return interpreted_kernel(function)
@@ -52,6 +55,6 @@ if has_triton():
     import triton as triton_package
     import triton.language as tl  # type: ignore[no-redef]
 
-    from runtime.kernels.spill_free import SpillFreeKernel
+    from runtime.kernels.repeated_launch import RepeatedKernel
 
     triton = _Triton()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,10 +211,14 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def promoted(*tensors: torch.Tensor | None, least: torch.dtype | None = None) -> torch.dtype:
     """The dtype that the tensors (None is left out) and ``least`` promote to."""
+    return _promotion(least, *[tensor.dtype for tensor in tensors if tensor is not None])
+
+
+@functools.cache
+def _promotion(least: torch.dtype | None, *dtypes: torch.dtype) -> torch.dtype:
     dtype = least
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype is not dtype:
-            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    for other in dtypes:
+        dtype = other if dtype is None else torch.promote_types(dtype, other)
     assert dtype is not None, "a dtype of nothing"
     return dtype
 

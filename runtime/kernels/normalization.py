@@ -103,8 +103,9 @@ def normalize(norm: Norm, input: torch.Tensor, residual: Maybe, weight: Maybe, b
     tensors = [None if tensor is None else tensor.contiguous() for tensor in (input, residual, weight, bias)]
     sum_dtype = promoted(input, residual)
     compute = promoted(*tensors, least=torch.float32)
-    total = None if residual is None else input.new_empty(input.shape, dtype=sum_dtype)
-    out = input.new_empty(input.shape, dtype=promoted(*tensors))
+    like = _present(tensors[0])  # contiguous, as the results are
+    total = None if residual is None else torch.empty_like(like, dtype=sum_dtype)
+    out = torch.empty_like(like, dtype=promoted(*tensors))
     if out.numel():
         num_rows, width = size_of_rows(input)
         widest = WIDEST_FORWARD // (4 if width % _ALIGNMENT else 1)
@@ -128,7 +129,7 @@ def normalize_backward(
     """Gradients of the input (with ``grad_sum`` added), of the weight and of the bias (which is not read)."""
     tensors = [None if tensor is None else tensor.contiguous() for tensor in (grad, grad_sum, input, weight)]
     compute = promoted(*tensors, least=torch.float32)
-    grad_input = input.new_empty(input.shape) if requested.input else None
+    grad_input = torch.empty_like(_present(tensors[2])) if requested.input else None
     if input.numel():
         tile = tile_of(input.shape[-1], widest=_widest_backward(norm, tensors, compute))
         launch = _launch_backward if tile.whole else _launch_wide_backward

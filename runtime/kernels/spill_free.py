@@ -53,6 +53,10 @@ class SpillFreeKernel(JITFunction):  # type: ignore[misc]
             self._remedies[kind] = remedy._replace(options=extra if helps else {}, has_run=True)
         return compiled
 
+    def remedy_of(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> _Remedy | None:
+        """What is done about spills of launches with such arguments; None while they are launched as they are."""
+        return self._remedies.get(_kind_of(arguments, options)) if self._remedies else None
+
     def forget(self) -> None:
         """Launch everything without more room again, as on a device that is seen for the first time."""
         self._remedies.clear()

@@ -21,8 +21,10 @@ from torch.optim import optimizer as hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from runtime import kernels
+from runtime.parameters.lent_state import LentState
 from runtime.parameters.sharded import SCALARS, ShardedParameter
-from runtime.torch_compat.dtensors import has_step_hooks, local_part, spec_of
+from runtime.parameters.tensors import ParameterTensor
+from runtime.torch_compat.dtensors import has_step_hooks, local_part, local_parts, spec_of
 
 #: Each element of a parameter is updated from that element of its gradient and state, and from numbers.
 ELEMENTWISE = frozenset(
@@ -45,11 +47,16 @@ ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class _Loan:
-    """What an optimizer holds outside of a step: its groups' lists, its state, and its parameters."""
+    """What an optimizer holds outside of a step: its groups' lists, its state, and its parameters.
+
+    Attributes:
+        again: by parameters' identities, what it was lent before and is lent again.
+    """
 
     lists: tuple[list[torch.Tensor], ...]
     state: defaultdict[torch.Tensor, Any]
     parameters: tuple[ShardedParameter, ...]
+    again: dict[int, LentState]
 
 
 #: Optimizers that have stepped on parameters of parallel modules.
@@ -192,26 +199,42 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
 def _lend(optimizer: torch.optim.Optimizer) -> None:
     """Put plain tensors in the place of parameters and their state."""
     parameters = tuple(one for one in _parameters_of(optimizer) if isinstance(one, ShardedParameter))
-    if not parameters or not all(_is_placed_alike(optimizer.state.get(one), one) for one in parameters):
+    if not parameters:
         return
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    state.update((key, entry) for key, entry in optimizer.state.items() if not isinstance(key, ShardedParameter))
+    again: dict[int, LentState] = {}
+    for parameter in parameters:
+        entry = optimizer.state.get(parameter)
+        if not entry:
+            continue
+        lent = _lent_before(entry, parameter)
+        if lent is not None:
+            again[id(parameter)] = lent
+            state[parameter.owner] = lent.local
+        elif _is_placed_alike(entry, parameter):
+            state[parameter.owner] = dict(zip(entry, local_parts(entry.values())))
+        else:
+            return
     for parameter in parameters:
         parameter.take_gradient()
-        entry = optimizer.state.get(parameter)
-        if entry:
-            state[parameter.owner] = {
-                key: local_part(value) if isinstance(value, DTensor) else value for key, value in entry.items()
-            }
-    _loans[optimizer] = _Loan(tuple(group["params"] for group in optimizer.param_groups), optimizer.state, parameters)
+    state.update((key, entry) for key, entry in optimizer.state.items() if not isinstance(key, ShardedParameter))
+    lists = tuple(group["params"] for group in optimizer.param_groups)
+    _loans[optimizer] = _Loan(lists, optimizer.state, parameters, again)
     optimizer.state = state
     for group in optimizer.param_groups:
         group["params"] = [one.owner if isinstance(one, ShardedParameter) else one for one in group["params"]]
 
 
-def _is_placed_alike(entry: Any, parameter: ShardedParameter) -> bool:
-    if not entry:
-        return True
+def _lent_before(entry: dict[str, Any], parameter: ShardedParameter) -> LentState | None:
+    """The entry with plain tensors, as an earlier step left it; None if it has changed since."""
+    for value in entry.values():
+        if isinstance(value, ParameterTensor):
+            lent = value.lent
+            return lent if lent is not None and lent.is_of(entry, spec_of(parameter)) else None
+    return None
+
+
+def _is_placed_alike(entry: dict[str, Any], parameter: ShardedParameter) -> bool:
     return all(
         spec_of(value).placements == spec_of(parameter).placements and value.shape == parameter.shape
         for value in entry.values()
@@ -230,12 +253,20 @@ def _give_back(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state = loan.state
     for parameter in loan.parameters:
         entry = lent.pop(parameter.owner, None)
-        if entry is not None:
-            shown = loan.state[parameter]
-            updated = {key: _as_dtensor(parameter, key, value, shown.get(key)) for key, value in entry.items()}
-            shown.clear()
-            shown.update(updated)
+        before = loan.again.get(id(parameter))
+        if entry is not None and not (before is not None and entry is before.local and before.is_unchanged()):
+            _show(loan.state[parameter], entry, parameter)
     loan.state.update(lent)
+
+
+def _show(shown: dict[str, Any], entry: dict[str, Any], parameter: ShardedParameter) -> None:
+    """Let a parameter's state be what a step has left in ``entry``."""
+    updated = {key: _as_dtensor(parameter, key, value, shown.get(key)) for key, value in entry.items()}
+    shown.clear()
+    shown.update(updated)
+    holder = next((value for value in shown.values() if isinstance(value, ParameterTensor)), None)
+    if holder is not None:
+        holder.lent = LentState(entry, spec_of(parameter))
 
 
 def _as_dtensor(parameter: ShardedParameter, key: str, value: Any, before: Any) -> Any:

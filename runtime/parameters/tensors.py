@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from passes.torch_compat.operators import schema, tree_leaves
 from runtime.parameters.drawn_tensors import draws, run_drawn
+from runtime.parameters.lent_state import LentState
 from runtime.parameters.plain_operands import is_plain, with_whole_operands
 from runtime.parameters.turned_tensors import TURNING, turned_in_place
 from runtime.parameters.whole_tensors import (
@@ -81,11 +82,13 @@ class ParameterTensor(DTensor):
         path: the parameter's name.
         of_stage: whether ranks of other pipeline stages have other parameters.
         origin: what it is a view of, where it has memory of its own.
+        lent: of optimizer state, what the last step was lent of it and its neighbours.
     """
 
     path: str
     of_stage: bool
     origin: GatheredView | None = None
+    lent: LentState | None = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "has_no_rule",
     "has_step_hooks",
     "local_part",
+    "local_parts",
     "part_on_mesh",
     "set_content",
     "set_local_part",
@@ -75,12 +76,20 @@ def as_dtensors() -> contextlib.AbstractContextManager[Any]:
 
 def dtensor_over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> Any:
     """A DTensor of class ``kind`` whose part on this rank is ``local`` itself (``from_local`` needs even parts)."""
-    return kind(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    if torch.compiler.is_exporting():
+        return kind(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    # What ``__init__`` does otherwise is to keep compilers out, which takes as long as to make the tensor.
+    return kind.__new__(kind, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
     """This rank's part itself, where ``to_local`` gives a view of it with a history."""
     return tensor._local_tensor
+
+
+def local_parts(values: Iterable[Any]) -> list[Any]:
+    """Every DTensor's part on this rank, and what else there is as it is."""
+    return [value._local_tensor if isinstance(value, DTensor) else value for value in values]
 
 
 def set_local_part(tensor: DTensor, local: torch.Tensor) -> None:

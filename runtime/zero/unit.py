@@ -17,12 +17,10 @@ from runtime.zero.bundle_gradients import Gradients
 from runtime.zero.flat_places import FlatTensor
 from runtime.zero.group import StateGroup
 from runtime.zero.state_pieces import piece_shape
-from runtime.zero.uses import used_at_once, used_one_by_one
+from runtime.zero.uses import taken_together, used_at_once, used_in_groups
 from runtime.zero.working_weights import Gathered, WorkingWeights
 
 _REDUCED_PER_USE, _GATHERED_PER_USE = 2, 3
-#: Up to this many bytes, gradients are taken together, which takes less time than one by one.
-_SMALL_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,21 @@ class Unit:
         zero: 0: all whole. 1: owners are pieces; weights gathered and gradients reduced once a step. 2: gradients
             reduced after every use, only pieces are kept. 3: weights gathered for every use, too.
         group: the data ranks or, from ZeRO 1 on, neighbours among them that hold all pieces together (``replicas``).
+        splits_backward: backward passes are split, and must be able to tell large weights apart.
 
     Raises:
         ValueError: for an unknown stage, whole owners in several groups, and an owner that is not the piece it should
             be.
     """
 
-    def __init__(self, weights: Sequence[UnitWeight], *, zero: int, group: StateGroup | None = None) -> None:
+    def __init__(
+        self,
+        weights: Sequence[UnitWeight],
+        *,
+        zero: int,
+        group: StateGroup | None = None,
+        splits_backward: bool = False,
+    ) -> None:
         self.group = group or StateGroup()
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"unknown ZeRO stage {zero!r}: expected 0, 1, 2 or 3")
@@ -111,7 +117,9 @@ class Unit:
             for bundle in self._bundles
             for weight in (self.weights[place] for place in bundle.places)
         )
-        self._is_small = sum(bundle.weights.num_bytes for bundle in self._bundles) <= _SMALL_BYTES
+        self._splits_backward = splits_backward
+        #: How many neighbouring weights share a node of autograd; found out at the first use: owners may move before.
+        self._groups: list[int] | None = None
         # The neighbours in the order of use, set by ``chained``.
         self.before: Unit | None = None
         self.after: Unit | None = None
@@ -188,13 +196,21 @@ class Unit:
                 self._forget_raised_pass()
                 self._open_uses += 1
             flat = [whole for some in wholes for whole in some]
-            at_once = self.zero == _GATHERED_PER_USE or self._is_small
-            iterator = iter((used_at_once if at_once else used_one_by_one)(self, flat))
+            if self._groups is None:
+                self._groups = self._node_sizes()
+            at_once = len(self._groups) == 1
+            iterator = iter(used_at_once(self, flat) if at_once else used_in_groups(self, flat, self._groups))
             wholes = [[next(iterator) for _ in some] for some in wholes]
         for bundle, some in zip(self._bundles, wholes):
             for place, whole in zip(bundle.places, some):
                 working[place] = whole
         return working
+
+    def _node_sizes(self) -> list[int]:
+        sizes = [size for bundle in self._bundles for size in bundle.weights.bytes_of_each]
+        if self.zero == _GATHERED_PER_USE:
+            return [len(sizes)]
+        return taken_together(sizes, on_gpu=self.weights[0].owner.is_cuda, splits_backward=self._splits_backward)
 
     def finish(self) -> None:
         """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
@@ -273,25 +289,17 @@ class Unit:
         if before is not None and before.zero == _GATHERED_PER_USE and before._needed_backward:
             before.prefetch()
 
-    def take(self, nr: int, gradient: torch.Tensor | None) -> None:
-        """The whole gradient of one weight in one use, by its number in the order of the bundles."""
-        if gradient is None:
+    def take(self, start: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The whole gradients of weights in one use: of those from ``start`` on in the order of the bundles."""
+        arrived = {nr: gradient for nr, gradient in enumerate(gradients, start) if gradient is not None}
+        if not arrived:
             return
         self._follow_pass()
+        first = 0
         for bundle in self._bundles:
-            if nr < len(bundle.places):
-                bundle.gradients.add({nr: gradient})
-                return
-            nr -= len(bundle.places)
-
-    def _take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The whole gradients of all weights in one use."""
-        start = 0
-        for bundle in self._bundles:
-            end = start + len(bundle.places)
-            some = enumerate(gradients[start:end])
-            bundle.gradients.add({place: gradient for place, gradient in some if gradient is not None})
-            start = end
+            end = first + len(bundle.places)
+            bundle.gradients.add({nr - first: gradient for nr, gradient in arrived.items() if first <= nr < end})
+            first = end
 
     def end_use(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """These gradients complete one use."""
@@ -303,8 +311,7 @@ class Unit:
             self.after.settle()
         if self._is_hybrid and self.after is not None and not self.after._open_uses:
             self.after._spread()
-        if gradients:
-            self._take_all(gradients)
+        self.take(0, gradients)
         if self.zero >= _REDUCED_PER_USE:
             for bundle in self._bundles:
                 bundle.gradients.launch()

@@ -70,9 +70,9 @@ class WorkingWeights:
         return not self._pieces and all(owner.dtype == self._compute for owner in self.owners)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole working weights."""
-        return self.layout.total * self._compute.itemsize
+    def bytes_of_each(self) -> list[int]:
+        """Bytes of each whole working weight."""
+        return [slot.size * self._compute.itemsize for slot in self.layout.slots]
 
     def stale(self) -> None:
         """The owners have changed."""
