@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 import planner
 from planner.integrations import transformers as hf
+from runtime.torch_compat.dtensors import are_subclasses_dispatched
 from tests.checkpoint_cases import StockTraining, compiled, two_groups
 from tests.hugging_face_cases import llama
 
@@ -30,7 +31,15 @@ def trained(kind: Any, folder: Path, optimizer: str, *, resume: Path | None = No
     return getattr(trainer.model, "full_state_dict", trainer.model.state_dict)()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "adafactor"])  # the latter keeps statistics of rows and columns
+ADAFACTOR = pytest.param(  # keeps statistics of rows and columns
+    "adafactor",
+    marks=pytest.mark.skipif(
+        not are_subclasses_dispatched(), reason="torch 2.11 refuses on DTensors what Adafactor computes"
+    ),
+)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", ADAFACTOR])
 def test_transformers_checkpoints_go_on_under_a_plan_and_ours_without(optimizer: str, tmp_path: Path) -> None:
     """Weights after three steps, the first of them by the other Trainer: as if all were by one."""
     expected = trained(transformers.Trainer, tmp_path / "stock", optimizer)
