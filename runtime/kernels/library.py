@@ -11,8 +11,9 @@ import torch
 from passes.torch_compat import host_operators  # noqa: F401
 from passes.torch_compat.operators import OpOverload
 from passes.torch_compat.operators import schema as schema_of
+from runtime.kernels.definitions import definition_for_compiler
 from runtime.kernels.device import common_device, on_device
-from runtime.kernels.direct import apply_of, are_plain, nobody_listens
+from runtime.kernels.direct import apply_of, are_plain, is_dynamo_compiling, nobody_listens
 from runtime.kernels.dispatch import runs_triton
 from runtime.torch_compat.dispatcher import any_requires_grad, has_saved_tensor_hooks
 
@@ -32,9 +33,13 @@ class FusedOperator:
         self.overload = overload
         self._run = run
         self._num_arguments = len(schema_of(overload).arguments)
+        self._name = schema_of(overload).name.partition("::")[2]
         self._apply: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
+        if is_dynamo_compiling():
+            definition = definition_for_compiler(self._name, arguments[0])
+            return (definition or self.overload)(*arguments)
         if len(arguments) != self._num_arguments or not (nobody_listens() and are_plain(arguments)):
             return self.overload(*arguments)
         if torch.is_grad_enabled() and any_requires_grad(*arguments):
