@@ -11,7 +11,12 @@ from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds
 
 #: Kind of operator → the topic of a preset's sources that its efficiency is of; all others are bound by memory.
-_KIND_TOPICS: Mapping[str, str] = {"matmul": "Matmul", "attention": "Attention", "attention_backward": "Attention"}
+_KIND_TOPICS: Mapping[str, str] = {
+    "matmul": "Matmul",
+    "attention": "Attention",
+    "attention_backward": "Attention",
+    **dict.fromkeys(("biased_attention", "biased_attention_backward"), "Attention"),
+}
 _MEMORY_BOUND = "Memory-bound work"
 
 

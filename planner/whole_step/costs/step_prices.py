@@ -41,6 +41,10 @@ EXPERT = "ep"
 STATE_AXES = frozenset((DATA, CONTEXT))
 #: Flash attention computes the scores again: five matrix products backward for two forward (Dao 2023).
 ATTENTION_BACKWARD = 2.5
+#: Kinds of fused attention forward and backward; of that whose mask, behind query, key and value, has a gradient.
+PLAIN_ATTENTION = "attention", "attention_backward"
+BIASED_ATTENTION = "biased_attention", "biased_attention_backward"
+_NUM_FACTORS = 3
 #: Attention that forms its scores: times that it reads or writes them outside its products, forward and backward, by
 #: whether elementwise chains are fused. One by one: scale, mask, softmax and dropout, each twice; a byte for a mask.
 SCORE_PASSES: dict[bool, tuple[float, float]] = {False: (8.5, 9.5), True: (2.5, 3.5)}
@@ -175,9 +179,10 @@ class StepPricing(Pricing):
             return seconds if grads else (seconds[0], 0.0)
         if kind == ATTENTION:
             scores = self._scores(node, values, inputs)
-            forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=scores)
+            kinds = BIASED_ATTENTION if set(node.inputs[_NUM_FACTORS:]) & set(facts.grads) else PLAIN_ATTENTION
+            forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kinds[0], shape=scores)
             again, twice = ATTENTION_BACKWARD * local_flops, 2 * num_bytes
-            backward = price(flops=again, num_bytes=twice, dtype=dtype, kind="attention_backward", shape=scores)
+            backward = price(flops=again, num_bytes=twice, dtype=dtype, kind=kinds[1], shape=scores)
             return forward, backward if grads else 0.0
         forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
         if not grads:
