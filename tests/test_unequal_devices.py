@@ -9,9 +9,10 @@ import pytest
 
 import planner
 from cost_models import Cluster
-from cost_models.cluster_format import REORDER, SLOWEST
+from cost_models.cluster_format import IN_ORDER, REORDER, SLOWEST
 from cost_models.unequal_devices import device_kinds, in_order, kinds_of_stages, orders, view
 from passes.plan import Plan
+from passes.plan.text_tables import format_seconds
 from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.whole_step.best_first import BYTE_WEIGHTS
 from planner.whole_step.candidates.candidates import families
@@ -57,6 +58,38 @@ def mixed_plan() -> Plan:
         fix={"pp": 2, "tp": 1},
         fuse=False,
     )
+
+
+@pytest.mark.parametrize(("unequal", "fix", "is_told"), [
+    (REORDER, {}, True), (REORDER, {"pp": 2, "tp": 1}, False), (IN_ORDER, {}, False), (SLOWEST, {}, False),
+])  # fmt: skip
+def test_a_plan_tells_of_devices_that_would_be_faster_without_the_others(
+    unequal: str, fix: dict[str, int], is_told: bool
+) -> None:
+    """Behind a link that takes longer than all else, slow devices are not worth what it costs to reach them."""
+    data = mixed(unequal=unequal).to_dict()
+    data["levels"][1] |= {"latency": 1.0}
+    plan = planner.plan(
+        seeded(functools.partial(Mlp, layers=2, size=32)), Cluster.from_dict(data), fix=fix,
+        example_inputs=mlp_batch(batch=16, size=32), loss_fn=squared_error, fuse=False, time_limit=None,
+    )  # fmt: skip
+    told = [line for line in plan.brief().splitlines() if line.startswith("faster alone: 2 × fast, ")]
+    assert len(told) == is_told
+    if is_told:
+        alone = planner.plan(
+            seeded(functools.partial(Mlp, layers=2, size=32)), Cluster.from_dict(fast_alone()),
+            example_inputs=mlp_batch(batch=16, size=32), loss_fn=squared_error, fuse=False,
+        )  # fmt: skip
+        assert f"{format_seconds(alone.step.costs.simulated)} a step" in told[0]
+
+
+def fast_alone() -> dict[str, object]:
+    """The fast devices of ``mixed``, as a cluster of their own."""
+    return view(mixed(), device_kinds(mixed()), {0}).subset(2).to_dict()
+
+
+def test_devices_that_are_worth_their_link_are_not_told_of() -> None:
+    assert not any("faster alone" in note for note in mixed_plan().notes)
 
 
 def test_presets_side_by_side_are_one_cluster_in_which_each_part_has_its_own_links():

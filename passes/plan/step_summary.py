@@ -25,6 +25,8 @@ from passes.plan.text_tables import (
 #: A rank this full says that memory shapes the plan.
 NEARLY_FULL = 0.9
 
+#: How a note begins that some devices would be faster without the others: told in short, too.
+FASTER_ALONE = "faster alone: "
 #: Runners-up that are told in short.
 BRIEF_ALTERNATIVES = 2
 #: Statuses of a search that stopped early.
@@ -78,6 +80,7 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
         f"next best, {_more(other.simulated, costs.simulated)}: {other.what}"
         for other in step.alternatives[:BRIEF_ALTERNATIVES]
     ]
+    lines += [note for note in plan.notes if note.startswith(FASTER_ALONE)]
     return "\n".join(lines) + "\n"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.cluster_format import REORDER
 from cost_models.step_time import least_simulated
 from cost_models.text import counted
 from cost_models.unequal_devices import orders
@@ -23,7 +24,7 @@ from planner.sharding_ilp.folding import BETTER
 from planner.solvers.collection import no_collection
 from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
 from planner.whole_step.best_first import Search
-from planner.whole_step.candidates.demands import Demands, is_number
+from planner.whole_step.candidates.demands import AXES, Demands, is_number
 from planner.whole_step.candidates.expert_layouts import data_experts
 from planner.whole_step.candidates.infeasible import infeasible, infeasible_on_unequal
 from planner.whole_step.candidates.mesh_layout import divisors
@@ -33,6 +34,7 @@ from planner.whole_step.costs.longer_blocks import UnlikeCopies, longer_blocks
 from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.stage_devices import level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
+from planner.whole_step.devices_alone import faster_alone
 from planner.whole_step.offloading import (
     fits_on_host,
     host_too_small,
@@ -155,7 +157,17 @@ class _Planner:
         if objective == "devices":
             assert target_seconds is not None
             return self.fewest_devices(cluster, target_seconds)
-        return self.least_memory(cluster) if objective == "memory" else self.fastest(cluster, self.demands)
+        if objective == "memory":
+            return self.least_memory(cluster)
+        plan = self.fastest(cluster, self.demands)
+        return self.beside_devices_alone(plan, cluster) if cluster.has_unequal_devices else plan
+
+    def beside_devices_alone(self, plan: Plan, cluster: Cluster) -> Plan:
+        """The plan, with a note if some of the devices, of one kind, would be faster without the others."""
+        if cluster.unequal != REORDER or self.demands.fixed.keys() & set(AXES):
+            return plan  # processes that run have the devices that they have
+        note = faster_alone(plan, cluster, lambda part: self.fastest_if_any(part, self.demands))
+        return plan if note is None else dataclasses.replace(plan, notes=(*plan.notes, note))
 
     def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
         level_one = level_one or level_one_of(cluster, self.space, self.step_units)
