@@ -206,3 +206,16 @@ def test_what_methods_of_the_model_set_is_followed() -> None:
         losses.append([before, inside, behind, scaled, float(model(x).detach())])
     assert losses[0] == pytest.approx(losses[1], rel=1e-9) and len(set(losses[1])) == 4
     assert parallel._engine._maker.captures.count == 4  # behind ``squared`` the first one's program runs again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_parallel_module_is_converted_to_no_other_dtype(dtype: torch.dtype) -> None:
+    """Of each dtype that it holds: one of float64 would else compute in float32 and show float64."""
+    parallel = planner.compile(seeded(Layers).double(), example_inputs=batch())
+    if dtype == torch.float64:
+        assert parallel.to(dtype) is parallel
+        return
+    with pytest.raises(ValueError, match="convert the model before planner.compile"):
+        parallel.to(dtype)
+    assert {parameter.dtype for parameter in parallel.parameters()} == {torch.float64}
+    assert parallel(**batch()).dtype == torch.float64

@@ -307,13 +307,14 @@ class ParallelModule(
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
-        probe = torch.empty(0, dtype=torch.float32, device=self._engine.layout.device)
-        changed = fn(probe)
-        if changed.dtype != probe.dtype or changed.device.type != probe.device.type:
-            raise ValueError(
-                "a parallel module keeps the dtypes and the device it was planned for: convert the model before "
-                "planner.compile, or choose the mesh's device_type"
-            )
+        for dtype in {torch.float32: None} | {info.owner_dtype: None for info in self._state.everything()}:
+            probe = torch.empty(0, dtype=dtype, device=self._engine.layout.device)
+            changed = fn(probe)
+            if changed.dtype != probe.dtype or changed.device.type != probe.device.type:
+                raise ValueError(
+                    "a parallel module keeps the dtypes and the device it was planned for: convert the model before "
+                    "planner.compile, or choose the mesh's device_type"
+                )
         self._state.apply(fn, recurse)
         self._engine.forget_constants()
         self._tree.update()
