@@ -307,7 +307,7 @@ class ParallelModule(
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
-        for dtype in {torch.float32: None} | {info.owner_dtype: None for info in self._state.everything()}:
+        for dtype in {info.owner_dtype: None for info in self._state.everything()}:
             probe = torch.empty(0, dtype=dtype, device=self._engine.layout.device)
             changed = fn(probe)
             if changed.dtype != probe.dtype or changed.device.type != probe.device.type:
