@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cost_models.dtypes import item_size
 from cost_models.efficiency import ANY_ROWS
@@ -33,6 +33,9 @@ from passes.rules.linear_rows import LINEAR
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.costs.operator_facts import Fusion, OperatorFacts
 from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
+
+if TYPE_CHECKING:
+    from planner.sharding_ilp.step_tables import StepTable
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
 #: The axis that divides samples as the data axis does, and experts (``passes.rules.expert_rules``).
@@ -112,6 +115,19 @@ class StepPricing(Pricing):
         if value.name in self.states and self._is_reduced_elsewhere(step):
             return 0.0, 0.0
         return super().step(step, value)
+
+    def steps(self, table: StepTable, value: Value) -> tuple[list[float], list[float]]:
+        count = len(table.steps)
+        if value.name in self.unconverted:
+            return [math.inf] * count, [0.0] * count
+        if value.name in self.unpriced:
+            return [0.0] * count, [0.0] * count
+        forward, backward = super().steps(table, value)
+        if value.name in self.states:
+            for place, step in enumerate(table.steps):
+                if self._is_reduced_elsewhere(step):
+                    forward[place] = backward[place] = 0.0
+        return forward, backward
 
     def _is_reduced_elsewhere(self, step: Step) -> bool:
         """Whether a parameter's conversion is what ZeRO decides and pays for; over ``ep`` of what is whole there."""
