@@ -117,23 +117,37 @@ class LevelOne:
 
     def sharded(self, cut: Cut, layout: MeshLayout, links: Links, *, weight: float = 0.0) -> Sharded | None:
         """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
+        return self._sharded_at(self._key(cut, layout), cut, layout, links, weight=weight)
+
+    def least_of_operators(self, cut: Cut, layout: MeshLayout, links: Links) -> float:
+        """Seconds of one micro-batch that no sharding for ``cut`` beats, since each operator takes so long under its
+        fastest choice; infinite if nothing divides. No program is solved."""
+        shardings = self._shardings_at(self._key(cut, layout), cut, layout, links)
+        return math.inf if shardings is None else shardings.least_of_operators
+
+    def _key(self, cut: Cut, layout: MeshLayout) -> tuple[object, ...]:
+        """What the prices of ``cut`` depend on."""
         places = tuple(
             self._place(layout.sizes[axis], layout.stride(axis))
             for axis in (CONTEXT, TENSOR, EXPERT)
             if axis in layout.sizes
         )
-        return self._sharded_at((cut, *places, layout.group > 1), cut, layout, links, weight=weight)
+        return (cut, *places, layout.group > 1)
+
+    def _shardings_at(self, key: tuple[object, ...], cut: Cut, layout: MeshLayout, links: Links) -> Shardings | None:
+        """The programs of ``cut``, remembered by a ``key`` that says what prices depend on."""
+        if key not in self._shardings:
+            mixes = cut.pieces == layout.data or not self.micro_batches
+            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes))
+        return self._shardings[key]
 
     def _sharded_at(
         self, key: tuple[object, ...], cut: Cut, layout: MeshLayout, links: Links, *, weight: float
     ) -> Sharded | None:
-        """The same, remembered by a ``key`` that says what prices depend on."""
-        if key not in self._shardings:
-            mixes = cut.pieces == layout.data or not self.micro_batches
-            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes))
+        """The same, remembered by such a ``key``."""
         if (*key, weight) not in self._sharded:
             self.solved += 1
-            shardings = self._shardings[key]
+            shardings = self._shardings_at(key, cut, layout, links)
             variant = None if shardings is None else shardings.variant(weight=weight)
             self._sharded[*key, weight] = None if variant is None else Sharded(self.space, self.step_units, variant)
         return self._sharded[*key, weight]

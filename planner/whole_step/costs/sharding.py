@@ -234,6 +234,19 @@ class Shardings:
         return solved_sharding(self.ilp, self.lattices, self.solver)
 
     @functools.cached_property
+    def least_of_operators(self) -> float:
+        """Seconds of all operators, each under its fastest choice; infinite if one has none.
+
+        What an operator exchanges itself may be shared with others, and counts as nothing.
+        """
+        if not self.divides:
+            return math.inf
+        return sum(
+            element.copies * min(sum(option.compute) if option.sent else option.seconds for option in element.options)
+            for element in self.problem.elements.values()
+        )
+
+    @functools.cached_property
     def ilp(self) -> ShardingIlp:
         return build_ilp(self.problem, self.lattices, memory_limit=None)
 
