@@ -14,13 +14,14 @@ from cost_models.memory import StateBytes, state_bytes
 from passes.autograd.operator_tables import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
-from passes.ir.types import I, MeshShape, Placement, R, largest_local_shape
+from passes.ir.types import I, MeshShape, Placement, R, SpmdType, largest_local_shape
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
 from planner.sharding_ilp.hidden_collectives import exposed
 from planner.sharding_ilp.own_collective import Collective
 
 if TYPE_CHECKING:
+    from planner.sharding_ilp.lattice import Lattice
     from planner.sharding_ilp.options import Option
     from planner.sharding_ilp.step_tables import StepTable
 
@@ -79,6 +80,12 @@ class Pricing:
     def family(self, value: Value) -> str:
         """A key that differs between values of equal shape whose conversions have different prices."""
         return str(self.bundles.get(value.name, ""))
+
+    def shared_lattices(
+        self, value: Value, types: tuple[tuple[SpmdType, ...], ...]
+    ) -> dict[tuple[object, ...], Lattice] | None:
+        """Lattices of all that price such a value alike where it has such types; None: nothing is known of that."""
+        return None
 
     def step_bytes(self, step: Step, value: Value) -> int:
         """Bytes that a step's collectives move, see ``Step.num_bytes``."""

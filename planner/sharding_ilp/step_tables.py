@@ -31,6 +31,7 @@ class StepTable:
         shared: places of the steps that reduce a parameter's gradient, which may go together with those of others.
     """
 
+    num_placements: int
     steps: tuple[Step, ...]
     ends: tuple[tuple[int, int], ...]
     axis_names: tuple[str, ...]
@@ -74,6 +75,7 @@ def step_table(placements: tuple[Placement, ...], mesh: MeshShape, *, joint: boo
         )
     pairs = [(step.source_type, step.target_type) for step in steps]
     return StepTable(
+        num_placements=len(placements),
         steps=steps,
         ends=tuple((index[step.source], index[step.target]) for step in steps),
         axis_names=names,

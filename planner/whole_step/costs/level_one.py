@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from cost_models import Cluster
 from cost_models.cost_model import BestPlacedCostModel
 from cost_models.hardware import placement
+from planner.sharding_ilp.lattice import Lattice
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
@@ -85,6 +86,8 @@ class LevelOne:
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
     _beside: dict[tuple[object, ...], float] = field(default_factory=dict)
     _links: dict[MeshLayout, Links] = field(default_factory=dict)
+    #: Lattices of parameters, by all of a cut but into how many pieces the batch is cut.
+    _of_states: dict[tuple[object, ...], dict[tuple[object, ...], Lattice]] = field(default_factory=dict)
     _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
 
     @property
@@ -103,7 +106,8 @@ class LevelOne:
     @functools.cached_property
     def without_experts(self) -> LevelOne:
         """The same at no cost for all that an axis of experts divides otherwise than a data axis."""
-        return LevelOne(self.cluster, replace(self.space, without_experts=True), self.step_units)
+        space = replace(self.space, without_experts=True)
+        return LevelOne(self.cluster, space, self.step_units, _of_states=self._of_states)
 
     @property
     def num_programs(self) -> int:
@@ -138,7 +142,9 @@ class LevelOne:
         """The programs of ``cut``, remembered by a ``key`` that says what prices depend on."""
         if key not in self._shardings:
             mixes = cut.pieces == layout.data or not self.micro_batches
-            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes))
+            beside_data = (cut.pieces > 1, cut.context, cut.tensor, cut.expert, *key[1:])
+            of_states = self._of_states.setdefault(beside_data, {})
+            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes), of_states)
         return self._shardings[key]
 
     def _sharded_at(
@@ -213,17 +219,20 @@ class LevelOne:
             self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.step_units, variant).between
         return self._beside[key]
 
-    def _programs(self, cut: Cut, prices: BatchPrices) -> Shardings | None:
+    def _programs(
+        self, cut: Cut, prices: BatchPrices, of_states: dict[tuple[object, ...], Lattice]
+    ) -> Shardings | None:
         """The sharding ILP of ``cut``; with both axes, the context axis is fixed to what it does alone."""
         if cut.context == 1 or cut.tensor == 1:
-            return Shardings(self.space, cut, prices)
+            return Shardings(self.space, cut, prices, of_states=of_states)
         along = self.alone(replace(cut, tensor=1))
-        return None if along is None else Shardings(self.space, cut, prices, along=along.variant)
+        return None if along is None else Shardings(self.space, cut, prices, along=along.variant, of_states=of_states)
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
         """The cache key of an axis: what its prices depend on beside its size."""
         if size == 1:
             return ()
         if (size, stride) not in self._places:
-            self._places[size, stride] = placement(self.cluster.levels, stride=stride, size=size)
+            places = placement(self.cluster.levels, stride=stride, size=size)
+            self._places[size, stride] = tuple((name, min(size, max(1, count)), step) for name, count, step in places)
         return self._places[size, stride]
