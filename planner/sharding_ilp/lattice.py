@@ -285,21 +285,22 @@ def distances(count: int, arcs: _Arcs) -> tuple[np.ndarray, np.ndarray]:
 
 def _without_detours(arcs: Sequence[Arc]) -> tuple[Arc, ...]:
     """Drop every arc that two others (still there) replace at no more cost: all distances stay the same."""
-    out: dict[int, dict[int, Arc]] = {}
-    for arc in arcs:
-        out.setdefault(arc.source, {})[arc.target] = arc
-    for arc in arcs:
-        forward, backward, memory = arc.forward, arc.backward, arc.memory
-        for middle, first in out[arc.source].items():
-            if first.forward > forward or first.backward > backward:
+    out: dict[int, dict[int, tuple[float, float, int]]] = {}
+    for source, target, _, forward, backward, memory in arcs:
+        out.setdefault(source, {})[target] = forward, backward, memory
+    nothing: dict[int, tuple[float, float, int]] = {}
+    for source, target, _, forward, backward, memory in arcs:
+        leaving = out[source]
+        for middle, (first_forward, first_backward, first_memory) in leaving.items():
+            if first_forward > forward or first_backward > backward:
                 continue
-            second = out.get(middle, {}).get(arc.target)
+            second = out.get(middle, nothing).get(target)
             if (
                 second is not None
-                and first.forward + second.forward <= forward
-                and first.backward + second.backward <= backward
-                and first.memory + second.memory <= memory
+                and first_forward + second[0] <= forward
+                and first_backward + second[1] <= backward
+                and first_memory + second[2] <= memory
             ):
-                del out[arc.source][arc.target]
+                del leaving[target]
                 break
     return tuple(arc for arc in arcs if arc.target in out[arc.source])
