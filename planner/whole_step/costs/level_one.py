@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from cost_models import Cluster
 from cost_models.cost_model import BestPlacedCostModel
 from cost_models.hardware import placement
+from cost_models.routes import Span, route
 from planner.sharding_ilp.lattice import Lattice
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
@@ -89,6 +90,8 @@ class LevelOne:
     #: Lattices of parameters, by all of a cut but into how many pieces the batch is cut.
     _of_states: dict[tuple[object, ...], dict[tuple[object, ...], Lattice]] = field(default_factory=dict)
     _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
+    #: Routes of axes, numbered: axes on equal routes are priced alike, however far apart their devices are.
+    _routes: dict[tuple[Span, ...], int] = field(default_factory=dict)
 
     @property
     def global_batch(self) -> int:
@@ -233,6 +236,10 @@ class LevelOne:
         if size == 1:
             return ()
         if (size, stride) not in self._places:
-            places = placement(self.cluster.levels, stride=stride, size=size)
-            self._places[size, stride] = tuple((name, min(size, max(1, count)), step) for name, count, step in places)
+            levels = self.cluster.levels
+            if self.cluster.has_unequal_devices:  # each kind of them has its own prices there
+                self._places[size, stride] = placement(levels, stride=stride, size=size)
+            else:
+                number = self._routes.setdefault(route(levels, stride=stride, size=size), len(self._routes))
+                self._places[size, stride] = (number,)
         return self._places[size, stride]
