@@ -56,17 +56,27 @@ def longest_path(
     Raises:
         ValueError: if the schedule cannot run this combination.
     """
+    return _longest_path(schedule, num_ranks, num_microbatches, tuple(seconds))
+
+
+@functools.lru_cache(maxsize=512)
+def _longest_path(
+    schedule: str, num_ranks: int, num_microbatches: int, seconds: tuple[tuple[float, float, float], ...]
+) -> OrderPath:
+    """The same, remembered: a search asks twice for most steps."""
     steps = order_steps(schedule, num_ranks, num_microbatches, len(seconds))
     ends = _ends_by_wave(_waves(schedule, num_ranks, num_microbatches, len(seconds)), seconds)
     place = int(ends.argmax())
     length = float(ends[place])
-    counts = [[0, 0, 0] for _ in seconds]
+    on_path: dict[tuple[int, str], int] = {}
     while place >= 0:
-        step = steps[place]
-        for part, count in enumerate(_COUNTS[step.kind]):
-            counts[step.chunk][part] += count
-        before, source = step.before, step.source
+        kind, chunk, before, source = steps[place]
+        on_path[chunk, kind] = on_path.get((chunk, kind), 0) + 1
         place = source if source >= 0 and (before < 0 or ends[source] > ends[before]) else before
+    counts = [[0, 0, 0] for _ in seconds]
+    for (chunk, kind), times in on_path.items():
+        for part, count in enumerate(_COUNTS[kind]):
+            counts[chunk][part] += times * count
     return OrderPath(length, tuple((f, i, w) for f, i, w in counts))
 
 
@@ -147,25 +157,27 @@ def _waves(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int
 def order_steps(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[OrderStep, ...]:
     """All actions of all ranks, each after those that it waits for."""
     orders = actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    places: dict[tuple[bool, int, int], int] = {}
+    backwards = num_chunks * num_microbatches
+    places = [-1] * (2 * backwards)  # of all forwards, then of all input gradients, by chunk and micro-batch
     steps: list[OrderStep] = []
-    num_done, last = [0] * num_ranks, [-1] * num_ranks
-    while len(steps) < sum(map(len, orders)):
+    num_done, last, total = [0] * num_ranks, [-1] * num_ranks, sum(map(len, orders))
+    while len(steps) < total:
         for rank, order in enumerate(orders):
-            for kind, chunk, microbatch in order[num_done[rank] :]:
-                source = _source(kind, chunk, microbatch, num_chunks)
-                if source is not None and source not in places:
+            for position in range(num_done[rank], len(order)):
+                kind, chunk, microbatch = order[position]
+                waits_for = done_as = -1
+                if kind == "F":
+                    done_as = chunk * num_microbatches + microbatch
+                    waits_for = done_as - num_microbatches if chunk else -1
+                elif kind != "W":
+                    done_as = backwards + chunk * num_microbatches + microbatch
+                    waits_for = done_as + num_microbatches if chunk < num_chunks - 1 else -1
+                source = places[waits_for] if waits_for >= 0 else -1
+                if source < 0 <= waits_for:
                     break
-                steps.append(OrderStep(kind, chunk, last[rank], -1 if source is None else places[source]))
+                steps.append(OrderStep(kind, chunk, last[rank], source))
                 last[rank] = len(steps) - 1
                 num_done[rank] += 1
-                if kind != "W":
-                    places[kind == "F", chunk, microbatch] = last[rank]
+                if done_as >= 0:
+                    places[done_as] = last[rank]
     return tuple(steps)
-
-
-def _source(kind: str, chunk: int, microbatch: int, num_chunks: int) -> tuple[bool, int, int] | None:
-    """What an action waits for on another rank: the forward of the chunk before, the gradient of the one after."""
-    if kind == "F":
-        return (True, chunk - 1, microbatch) if chunk else None
-    return (False, chunk + 1, microbatch) if kind != "W" and chunk < num_chunks - 1 else None

@@ -135,8 +135,7 @@ class Player:
 
     def advance(self, ends: list[float]) -> bool:
         """Run actions until one waits for another rank; ``ends`` has the end times of all actions, −1 for not yet."""
-        order = self.program.order
-        operations = self.operations
+        order, operations, keep = self.program.order, self.operations, self.keep
         place, compute, communication, issue = self.place, self.compute, self.communication, self.issue
         pending, occupied = self.pending, self.occupied
         begun = place
@@ -155,7 +154,7 @@ class Player:
                     self.first = start
             operation = operations[index]
             ready = start + operation.receive
-            if self.keep:
+            if keep:
                 self.played.append(Played(start, Streams(ready, compute, communication, issue), pending))
             busy_until = compute
             if operation.seconds is not None and not pending:

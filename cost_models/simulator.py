@@ -14,6 +14,7 @@ the micro-batches, go on at the rate from the shorter to the longer one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -108,7 +109,13 @@ def simulate(step: PipelineStep, *, timeline: bool = False, memory: bool = False
                 f"{MOST_PLAYED:,} micro-batches are played, plan with a smaller global_batch or larger micro-batches"
             )
         return _continued(step)
-    return _played(step, timeline=timeline, memory=memory)
+    return _played(step, timeline=timeline, memory=memory) if timeline or memory else _remembered(step)
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(step: PipelineStep) -> StepReport:
+    """A search asks for the same step again where it looks for a smaller gap."""
+    return _played(step)
 
 
 def _played(step: PipelineStep, *, timeline: bool = False, memory: bool = False) -> StepReport:
@@ -196,7 +203,7 @@ def _bytes_by_action(
         if kind == "F":
             held_bytes += saved[chunk]
         running = held_bytes + peaks[chunk]
-        if kind in "BW":
+        if kind == "B" or kind == "W":
             held_bytes -= saved[chunk]
         curve.append((running, held_bytes))
     return curve

@@ -44,8 +44,10 @@ def test_no_sharding_beats_the_bound_of_an_axis_of_experts(bandwidth: float) -> 
     for expert, context, tensor in [(2, 1, 1), (8, 1, 1), (2, 1, 2), (4, 1, 4), (2, 2, 1), (2, 2, 2)]:
         cut = Cut(4, context, tensor, expert)
         layout = MeshLayout(1, DEVICES // expert // context // tensor, context, tensor, expert=expert)
-        sharded = level_one.sharded(cut, layout, Links.of(level_one.cluster, layout))
+        links = Links.of(level_one.cluster, layout)
+        sharded = level_one.sharded(cut, layout, links)
         assert sharded is not None
+        assert 0 < level_one.least_of_operators(cut, layout, links) <= sharded.least_seconds * (1 + 1e-9), cut
         bound = Bounds(level_one, TrainingOptions()).by_axis(cut, float("inf"))
         assert 0 < bound <= sharded.without_samples * (1 + 1e-9), cut
         if context * tensor == 1:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from passes.ir.conversions import Step, joint_steps_from, steps_from
+from passes.ir.conversions import Step
 from passes.ir.graph import Value
 from passes.ir.types import I, MeshShape, P, Placement, R, SpmdType, shard
 from planner.sharding_ilp.options import placements_of
 from planner.sharding_ilp.sharding_prices import Pricing
+from planner.sharding_ilp.step_tables import StepTable, step_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,17 +75,57 @@ def types_used(
 
 
 @dataclass(frozen=True)
+class _Arcs:
+    """The steps of a table with their seconds forward and backward; infinite seconds of what cannot be done."""
+
+    table: StepTable
+    forward: list[float]
+    backward: list[float]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all steps, forward and backward together."""
+        return list(map(operator.add, self.forward, self.backward))
+
+    def least(self, starts: Sequence[int]) -> np.ndarray:
+        """Seconds of the cheapest ways from ``starts`` to all placements, by index: without the ways, and so sooner
+        than by ``distances``."""
+        import numpy as np
+
+        order, source, first, targets = self.table.by_target
+        lengths = np.array(self.seconds)[order]
+        seconds = np.full((len(starts), self.table.num_placements), np.inf)
+        seconds[range(len(starts)), starts] = 0.0
+        while len(targets):
+            arrivals = np.minimum.reduceat(seconds[:, source] + lengths, first, axis=1)
+            before = seconds[:, targets]
+            shorter = np.minimum(before, arrivals)
+            if np.array_equal(shorter, before):
+                break
+            seconds[:, targets] = shorter
+        return seconds
+
+
+@dataclass(frozen=True)
 class _Ways:
-    """Seconds of the cheapest way between each two placements, and the placement before its end, by index."""
+    """All placements that a value may have, and the arcs between them."""
 
     placements: tuple[Placement, ...]
     index: dict[Placement, int]
-    seconds: np.ndarray
-    before: np.ndarray
+    arcs: _Arcs
 
+    @functools.cached_property
+    def distances(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the cheapest way between each two placements, and the placement before its end, by index."""
+        return distances(len(self.placements), self.arcs)
 
-#: Indices of two placements → the step between them.
-_Arcs = dict[tuple[int, int], Arc]
+    @property
+    def seconds(self) -> np.ndarray:
+        return self.distances[0]
+
+    @property
+    def before(self) -> np.ndarray:
+        return self.distances[1]
 
 
 class Lattices:
@@ -121,17 +163,20 @@ class Lattices:
         open_axes = tuple(axis for axis, size in enumerate(self.pricing.mesh.sizes) if size > 1 and axis not in settled)
         kind = (value.shape, value.dtype, value.requires_grad, live, self.pricing.family(value))
         key = (kind, types, open_axes, saved)
-        if (*key, detours) not in self._cache:
+        shared = self.pricing.shared_lattices(value, types)
+        cache = self._cache if shared is None else shared
+        if (*key, detours) not in cache:
             ends = tuple(placements_of(value, types, self.pricing.mesh))
-            arcs = self._arcs(value, ends, live=live, saved=saved)
+            arcs = self._arcs(value, ends, live=live)
             between = self._between(value, kind, ends, arcs, open_axes, live=live) if len(open_axes) > 1 else ()
             if between:
-                arcs = self._arcs(value, (*ends, *between), live=live, saved=saved)
+                arcs = self._arcs(value, (*ends, *between), live=live)
             placements = (*ends, *between)
             index = {placement: position for position, placement in enumerate(placements)}
-            self._cache[*key, True] = Lattice(placements, index, tuple(arcs.values()))
-            self._cache[*key, False] = Lattice(placements, index, _without_detours(arcs))
-        return self._cache[*key, detours]
+            possible = self._possible(value, placements, arcs, saved=saved)
+            cache[*key, True] = Lattice(placements, index, possible)
+            cache[*key, False] = Lattice(placements, index, _without_detours(possible))
+        return cache[*key, detours]
 
     def _between(
         self,
@@ -156,8 +201,10 @@ class Lattices:
             paths = self._ways[kind, closed] = self._all_ways(value, closed, live=live)
         if not paths.placements:
             return ()
-        direct, _ = distances(len(ends), arcs)
         places = [paths.index[end] for end in ends]
+        if not (paths.arcs.least(places)[:, places] < arcs.least(range(len(ends))) * (1 - CHEAPER / 2)).any():
+            return ()
+        direct, _ = distances(len(ends), arcs)
         cheaper = paths.seconds[places][:, places] < direct * (1 - CHEAPER)
         passed: set[int] = set()
         for source, target in zip(*cheaper.nonzero()):
@@ -174,47 +221,40 @@ class Lattices:
         placements = tuple(placements_of(value, [on_axis or every for on_axis in closed], self.pricing.mesh))
         if len(placements) > MAX_PLACEMENTS:
             placements = ()
-        seconds, before = distances(len(placements), self._arcs(value, placements, live=live, saved=False))
-        return _Ways(placements, {where: place for place, where in enumerate(placements)}, seconds, before)
+        arcs = self._arcs(value, placements, live=live)
+        return _Ways(placements, {where: place for place, where in enumerate(placements)}, arcs)
 
-    def _arcs(self, value: Value, placements: tuple[Placement, ...], *, live: bool, saved: bool) -> _Arcs:
+    def _arcs(self, value: Value, placements: tuple[Placement, ...], *, live: bool) -> _Arcs:
         mesh = self.pricing.mesh
         divided = MeshShape(mesh.names, tuple(min(size, 2) for size in mesh.sizes))
-        arcs: _Arcs = {}
-        for source, target, step in _steps_between(placements, divided):
-            if step.is_joint and not self._is_priced(step):
-                continue
-            if self.forbidden and self._is_forbidden(step, value, live):
-                continue
-            forward, backward = self.pricing.step(step, value)
-            backward = backward if live else 0.0
-            if math.isinf(forward + backward):
-                continue
-            memory = self.pricing.step_memory(step, value, saved=saved) if saved else 0
-            arcs[source, target] = Arc(source, target, step, forward, backward, memory)
-        return arcs
+        table = step_table(placements, divided, joint=getattr(self.pricing.cost_model, "prices_joint_axes", False))
+        forward, backward = self.pricing.steps(table, value)
+        if not live:
+            backward = [0.0] * len(backward)
+        for place in table.joint:
+            if table.axis_names[place] in mesh.names:
+                forward[place] = math.inf  # the group of several axes is not called as one of them is
+        if self.forbidden:
+            for place, step in enumerate(table.steps):
+                if self._is_forbidden(step, value, live):
+                    forward[place] = math.inf
+        return _Arcs(table, forward, backward)
 
-    def _is_priced(self, step: Step) -> bool:
-        """Whether the cost model has prices of groups over several axes, which are not called as some axis is."""
-        mesh, prices = self.pricing.mesh, self.pricing.cost_model
-        return getattr(prices, "prices_joint_axes", False) and step.axis_name(mesh) not in mesh.names
+    def _possible(
+        self, value: Value, placements: tuple[Placement, ...], arcs: _Arcs, *, saved: bool
+    ) -> tuple[Arc, ...]:
+        """The arcs of finite seconds, with the bytes of the copies that they leave behind (``Pricing.step_memory``)."""
+        copies = [self.pricing.local_bytes(value, where) if saved else 0 for where in placements]
+        steps = zip(arcs.table.ends, arcs.table.steps, arcs.forward, arcs.backward, arcs.table.forward)
+        return tuple(
+            Arc(source, target, step, forward, backward, copies[target] if collective else 0)
+            for (source, target), step, forward, backward, collective in steps
+            if forward + backward < math.inf
+        )
 
     def _is_forbidden(self, step: Step, value: Value, live: bool) -> bool:
         forward, backward = step.collectives
         return forward in self.forbidden or (live and value.requires_grad and backward in self.forbidden)
-
-
-@functools.lru_cache(maxsize=4096)
-def _steps_between(placements: tuple[Placement, ...], mesh: MeshShape) -> tuple[tuple[int, int, Step], ...]:
-    """Every step from one of ``placements`` to another: their indices and the step (the same for all sizes above 1)."""
-    index = {placement: position for position, placement in enumerate(placements)}
-    types = [sorted(set(on_axis)) for on_axis in zip(*placements)]
-    return tuple(
-        (position, index[step.target], step)
-        for position, placement in enumerate(placements)
-        for step in (*steps_from(placement, mesh, types), *joint_steps_from(placement, mesh, types))
-        if step.target in index
-    )
 
 
 def distances(count: int, arcs: _Arcs) -> tuple[np.ndarray, np.ndarray]:
@@ -227,33 +267,40 @@ def distances(count: int, arcs: _Arcs) -> tuple[np.ndarray, np.ndarray]:
     seconds = np.full((count, count), np.inf)
     before = np.tile(np.arange(count)[:, None], (1, count))
     np.fill_diagonal(seconds, 0.0)
-    for (source, target), arc in arcs.items():
-        seconds[source, target] = arc.forward + arc.backward
+    if arcs.table.ends:
+        seconds[tuple(zip(*arcs.table.ends))] = arcs.seconds
+    through, shorter = np.empty_like(seconds), np.empty(seconds.shape, dtype=bool)
+    largest = seconds * (1 - CHEAPER)
     for middle in range(count):
-        through = seconds[:, middle, None] + seconds[None, middle, :]
-        shorter = through < seconds * (1 - CHEAPER)
-        seconds = np.where(shorter, through, seconds)
-        before = np.where(shorter, before[middle][None, :], before)
+        np.add(seconds[:, middle, None], seconds[middle], out=through)
+        np.less(through, largest, out=shorter)
+        rows, columns = shorter.nonzero()
+        if len(rows):  # in place: no way to or from the middle gets shorter by way of it
+            new = through[rows, columns]
+            seconds[rows, columns] = new
+            largest[rows, columns] = new * (1 - CHEAPER)
+            before[rows, columns] = before[middle, columns]
     return seconds, before
 
 
-def _without_detours(arcs: _Arcs) -> tuple[Arc, ...]:
+def _without_detours(arcs: Sequence[Arc]) -> tuple[Arc, ...]:
     """Drop every arc that two others (still there) replace at no more cost: all distances stay the same."""
-    out: dict[int, dict[int, Arc]] = {}
-    for arc in arcs.values():
-        out.setdefault(arc.source, {})[arc.target] = arc
-    for arc in arcs.values():
-        forward, backward, memory = arc.forward, arc.backward, arc.memory
-        for middle, first in out[arc.source].items():
-            if first.forward > forward or first.backward > backward:
+    out: dict[int, dict[int, tuple[float, float, int]]] = {}
+    for source, target, _, forward, backward, memory in arcs:
+        out.setdefault(source, {})[target] = forward, backward, memory
+    nothing: dict[int, tuple[float, float, int]] = {}
+    for source, target, _, forward, backward, memory in arcs:
+        leaving = out[source]
+        for middle, (first_forward, first_backward, first_memory) in leaving.items():
+            if first_forward > forward or first_backward > backward:
                 continue
-            second = out.get(middle, {}).get(arc.target)
+            second = out.get(middle, nothing).get(target)
             if (
                 second is not None
-                and first.forward + second.forward <= forward
-                and first.backward + second.backward <= backward
-                and first.memory + second.memory <= memory
+                and first_forward + second[0] <= forward
+                and first_backward + second[1] <= backward
+                and first_memory + second[2] <= memory
             ):
-                del out[arc.source][arc.target]
+                del leaving[target]
                 break
-    return tuple(arc for arc in arcs.values() if arc.target in out[arc.source])
+    return tuple(arc for arc in arcs if arc.target in out[arc.source])

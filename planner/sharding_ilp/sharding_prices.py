@@ -14,14 +14,16 @@ from cost_models.memory import StateBytes, state_bytes
 from passes.autograd.operator_tables import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
-from passes.ir.types import I, MeshShape, Placement, R, largest_local_shape
+from passes.ir.types import I, MeshShape, Placement, R, SpmdType, largest_local_shape
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
 from planner.sharding_ilp.hidden_collectives import exposed
 from planner.sharding_ilp.own_collective import Collective
 
 if TYPE_CHECKING:
+    from planner.sharding_ilp.lattice import Lattice
     from planner.sharding_ilp.options import Option
+    from planner.sharding_ilp.step_tables import StepTable
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
 
@@ -79,6 +81,12 @@ class Pricing:
         """A key that differs between values of equal shape whose conversions have different prices."""
         return str(self.bundles.get(value.name, ""))
 
+    def shared_lattices(
+        self, value: Value, types: tuple[tuple[SpmdType, ...], ...]
+    ) -> dict[tuple[object, ...], Lattice] | None:
+        """Lattices of all that price such a value alike where it has such types; None: nothing is known of that."""
+        return None
+
     def step_bytes(self, step: Step, value: Value) -> int:
         """Bytes that a step's collectives move, see ``Step.num_bytes``."""
         return step.num_bytes_of(self._local_shape(value.shape, step.whole), ITEM_SIZE[value.dtype], self.mesh)
@@ -100,6 +108,20 @@ class Pricing:
             self.collective(forward, num_bytes, axis) if forward else 0.0,
             self._backward(backward, step, value, num_bytes) if backward and value.requires_grad else 0.0,
         )
+
+    def steps(self, table: StepTable, value: Value) -> tuple[list[float], list[float]]:
+        """``step`` of all steps of a table, forward and backward."""
+        shape, item_size, mesh = value.shape, ITEM_SIZE[value.dtype], self.mesh
+        sizes = [step.num_bytes_of(self._local_shape(shape, step.whole), item_size, mesh) for step in table.sizes]
+        prices = [self.collective(name, sizes[size], axis) if name else 0.0 for name, axis, size in table.collectives]
+        forward = [prices[place] for place in table.forward]
+        if not value.requires_grad:
+            return forward, [0.0] * len(forward)
+        backward = [prices[place] for place in table.backward]
+        if self.bundles.get(value.name, 0):
+            for place in table.shared:
+                _, backward[place] = self.step(table.steps[place], value)
+        return forward, backward
 
     def _backward(self, collective: str, step: Step, value: Value, num_bytes: int) -> float:
         axis = step.axis_name(self.mesh)

@@ -35,6 +35,7 @@ integral by itself; w is integer because trees with three or more ends are not a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -235,20 +236,21 @@ def add_sharing(
 ) -> None:
     """(share): w[v,g,a] ≥ y[u,a] for the uses of one group; w takes the cost, and is y itself if g is one use."""
     program, alone = ilp.program, flows[0] if len(flows) == 1 else None
-    for position, arc in enumerate(lattice.arcs):
-        cost = forward * arc.forward + backward * arc.backward
+    costs = program.costs
+    for position, (_, _, _, there, back, memory) in enumerate(lattice.arcs):
+        cost = forward * there + backward * back
         if alone is not None:
             column = alone[position]
-            program.costs[column] += cost
-        elif cost == 0.0 and not arc.memory:
+            costs[column] += cost
+        elif cost == 0.0 and not memory:
             continue
         else:
             column = program.variable(cost, upper=1.0, integer=True)
             for flow in flows:
-                program.row(((column, 1.0), (flow[position], -1.0)), lower=0.0)
+                program.row_of((column, flow[position]), (1.0, -1.0), lower=0.0, upper=math.inf)
         used[position].append(column)
-        if arc.memory and forward:
-            ilp.memory_terms.append((column, float(forward * arc.memory)))
+        if memory and forward:
+            ilp.memory_terms.append((column, float(forward * memory)))
 
 
 def add_memory_limit(ilp: ShardingIlp, limit: float) -> None:

@@ -26,6 +26,10 @@ class CandidateProblems:
         self.divided: dict[MeshLayout, tuple[MeshLayout, ...]] = {}
         self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
 
+    def share_prices(self, other: CandidateProblems) -> None:
+        """Take over what ``other`` has priced, for the same demands but for gap and limits."""
+        self.links, self.divided, self.runs = other.links, other.divided, other.runs
+
     def links_on(self, layout: MeshLayout) -> Links:
         """The prices of a layout."""
         if layout not in self.links:

@@ -169,9 +169,14 @@ class _Planner:
         note = faster_alone(plan, cluster, lambda part: self.fastest_if_any(part, self.demands))
         return plan if note is None else dataclasses.replace(plan, notes=(*plan.notes, note))
 
-    def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
+    def search(
+        self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None, *, before: Search | None = None
+    ) -> tuple[Search, Outcome]:
+        """A search and its outcome; ``before``: one of the same demands but for gap and limits."""
         level_one = level_one or level_one_of(cluster, self.space, self.step_units)
         search = search_of(level_one, cluster, demands, progress=self.progress)
+        if before is not None:
+            search.share_prices(before)
         return search, within_hosts(search, search.run())
 
     def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
@@ -270,7 +275,7 @@ class _Planner:
         if rest is None:
             late = time.monotonic() >= search.deadline
             return search, dataclasses.replace(outcome, status=TIME_LIMIT if late else EFFORT_LIMIT)
-        search, again = self.search(cluster, rest, search.level_one)
+        search, again = self.search(cluster, rest, search.level_one, before=search)
         fastest = {solution.candidate: solution for solution in outcome.solutions}
         for solution in again.solutions:
             if solution.candidate not in fastest or solution.seconds <= fastest[solution.candidate].seconds:

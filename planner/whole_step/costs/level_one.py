@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from cost_models import Cluster
 from cost_models.cost_model import BestPlacedCostModel
 from cost_models.hardware import placement
+from cost_models.routes import Span, route
+from planner.sharding_ilp.lattice import Lattice
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
@@ -85,7 +87,11 @@ class LevelOne:
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
     _beside: dict[tuple[object, ...], float] = field(default_factory=dict)
     _links: dict[MeshLayout, Links] = field(default_factory=dict)
+    #: Lattices of parameters, by all of a cut but into how many pieces the batch is cut.
+    _of_states: dict[tuple[object, ...], dict[tuple[object, ...], Lattice]] = field(default_factory=dict)
     _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
+    #: Routes of axes, numbered: axes on equal routes are priced alike, however far apart their devices are.
+    _routes: dict[tuple[Span, ...], int] = field(default_factory=dict)
 
     @property
     def global_batch(self) -> int:
@@ -103,7 +109,8 @@ class LevelOne:
     @functools.cached_property
     def without_experts(self) -> LevelOne:
         """The same at no cost for all that an axis of experts divides otherwise than a data axis."""
-        return LevelOne(self.cluster, replace(self.space, without_experts=True), self.step_units)
+        space = replace(self.space, without_experts=True)
+        return LevelOne(self.cluster, space, self.step_units, _of_states=self._of_states)
 
     @property
     def num_programs(self) -> int:
@@ -117,23 +124,39 @@ class LevelOne:
 
     def sharded(self, cut: Cut, layout: MeshLayout, links: Links, *, weight: float = 0.0) -> Sharded | None:
         """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
+        return self._sharded_at(self._key(cut, layout), cut, layout, links, weight=weight)
+
+    def least_of_operators(self, cut: Cut, layout: MeshLayout, links: Links) -> float:
+        """Seconds of one micro-batch that no sharding for ``cut`` beats, since each operator takes so long under its
+        fastest choice; infinite if nothing divides. No program is solved."""
+        shardings = self._shardings_at(self._key(cut, layout), cut, layout, links)
+        return math.inf if shardings is None else shardings.least_of_operators
+
+    def _key(self, cut: Cut, layout: MeshLayout) -> tuple[object, ...]:
+        """What the prices of ``cut`` depend on."""
         places = tuple(
             self._place(layout.sizes[axis], layout.stride(axis))
             for axis in (CONTEXT, TENSOR, EXPERT)
             if axis in layout.sizes
         )
-        return self._sharded_at((cut, *places, layout.group > 1), cut, layout, links, weight=weight)
+        return (cut, *places, layout.group > 1)
+
+    def _shardings_at(self, key: tuple[object, ...], cut: Cut, layout: MeshLayout, links: Links) -> Shardings | None:
+        """The programs of ``cut``, remembered by a ``key`` that says what prices depend on."""
+        if key not in self._shardings:
+            mixes = cut.pieces == layout.data or not self.micro_batches
+            beside_data = (cut.pieces > 1, cut.context, cut.tensor, cut.expert, *key[1:])
+            of_states = self._of_states.setdefault(beside_data, {})
+            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes), of_states)
+        return self._shardings[key]
 
     def _sharded_at(
         self, key: tuple[object, ...], cut: Cut, layout: MeshLayout, links: Links, *, weight: float
     ) -> Sharded | None:
-        """The same, remembered by a ``key`` that says what prices depend on."""
-        if key not in self._shardings:
-            mixes = cut.pieces == layout.data or not self.micro_batches
-            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes))
+        """The same, remembered by such a ``key``."""
         if (*key, weight) not in self._sharded:
             self.solved += 1
-            shardings = self._shardings[key]
+            shardings = self._shardings_at(key, cut, layout, links)
             variant = None if shardings is None else shardings.variant(weight=weight)
             self._sharded[*key, weight] = None if variant is None else Sharded(self.space, self.step_units, variant)
         return self._sharded[*key, weight]
@@ -199,17 +222,24 @@ class LevelOne:
             self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.step_units, variant).between
         return self._beside[key]
 
-    def _programs(self, cut: Cut, prices: BatchPrices) -> Shardings | None:
+    def _programs(
+        self, cut: Cut, prices: BatchPrices, of_states: dict[tuple[object, ...], Lattice]
+    ) -> Shardings | None:
         """The sharding ILP of ``cut``; with both axes, the context axis is fixed to what it does alone."""
         if cut.context == 1 or cut.tensor == 1:
-            return Shardings(self.space, cut, prices)
+            return Shardings(self.space, cut, prices, of_states=of_states)
         along = self.alone(replace(cut, tensor=1))
-        return None if along is None else Shardings(self.space, cut, prices, along=along.variant)
+        return None if along is None else Shardings(self.space, cut, prices, along=along.variant, of_states=of_states)
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
         """The cache key of an axis: what its prices depend on beside its size."""
         if size == 1:
             return ()
         if (size, stride) not in self._places:
-            self._places[size, stride] = placement(self.cluster.levels, stride=stride, size=size)
+            levels = self.cluster.levels
+            if self.cluster.has_unequal_devices:  # each kind of them has its own prices there
+                self._places[size, stride] = placement(levels, stride=stride, size=size)
+            else:
+                number = self._routes.setdefault(route(levels, stride=stride, size=size), len(self._routes))
+                self._places[size, stride] = (number,)
         return self._places[size, stride]

@@ -24,7 +24,7 @@ from passes.rules.expert_rules import exchange_label, is_experts, num_experts
 from planner.sharding_ilp.assignment import Assignment, complete, read_choices
 from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.sharding_ilp.constraints import Demands as Pins
-from planner.sharding_ilp.lattice import Lattices
+from planner.sharding_ilp.lattice import Lattice, Lattices
 from planner.sharding_ilp.options import Labels, OperatorChoices, operator_options
 from planner.sharding_ilp.sharding_problem import Problem, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
@@ -197,16 +197,25 @@ class Shardings:
     Args:
         prices: seconds of compute and of collectives on this cut's axes (see ``planner.whole_step.costs.step_prices``).
         along: with both axes, what the context axis does alone: it is kept.
+        of_states: lattices of parameters that other cuts have made (``StepPricing``).
     """
 
-    def __init__(self, space: ShardingSpace, cut: Cut, prices: StepPrices, *, along: Variant | None = None) -> None:
+    def __init__(
+        self,
+        space: ShardingSpace,
+        cut: Cut,
+        prices: StepPrices,
+        *,
+        along: Variant | None = None,
+        of_states: dict[tuple[object, ...], Lattice] | None = None,
+    ) -> None:
         self.cut, self.along, self.solver = cut, along, space.solver
         fixed = {name: _on_sample_axes(space, cut, name, label) for name, label in space.followed.labels.items()}
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
         self.pricing = StepPricing(
             prices, cut.mesh, states=space.states, fusion=space.fusion, unconverted=space.unconverted,
-            unpriced=space.unpriced,
+            unpriced=space.unpriced, of_states=of_states,
         )  # fmt: skip
         self.problem = _problem(space, cut, self.pricing, fixed)
         self.lattices = Lattices(self.pricing)
@@ -232,6 +241,19 @@ class Shardings:
     def fastest(self) -> SolvedSharding | None:
         """The fastest sharding."""
         return solved_sharding(self.ilp, self.lattices, self.solver)
+
+    @functools.cached_property
+    def least_of_operators(self) -> float:
+        """Seconds of all operators, each under its fastest choice; infinite if one has none.
+
+        What an operator exchanges itself may be shared with others, and counts as nothing.
+        """
+        if not self.divides:
+            return math.inf
+        return sum(
+            element.copies * min(sum(option.compute) if option.sent else option.seconds for option in element.options)
+            for element in self.problem.elements.values()
+        )
 
     @functools.cached_property
     def ilp(self) -> ShardingIlp:

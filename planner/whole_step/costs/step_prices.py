@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cost_models.dtypes import item_size
 from cost_models.efficiency import ANY_ROWS
 from passes.ir.conversions import Step
 from passes.ir.graph import Node, Value
-from passes.ir.types import I, MeshShape, Placement, R, local_shape
+from passes.ir.types import I, MeshShape, Placement, R, SpmdType, local_shape, shard_dim
 from passes.rules.expert_rules import grouped_products
 from passes.rules.kinds import (
     ATTENTION,
@@ -33,6 +33,10 @@ from passes.rules.linear_rows import LINEAR
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.costs.operator_facts import Fusion, OperatorFacts
 from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
+
+if TYPE_CHECKING:
+    from planner.sharding_ilp.lattice import Lattice
+    from planner.sharding_ilp.step_tables import StepTable
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
 #: The axis that divides samples as the data axis does, and experts (``passes.rules.expert_rules``).
@@ -82,6 +86,7 @@ class StepPrices(Protocol):
 class StepPricing(Pricing):
     """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
 
+    ``of_states``: lattices of parameters, whose prices have nothing to do with ``dp`` where they are whole on it.
     ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``; the values
     ``unconverted`` cannot be converted (infinite seconds), the values ``unpriced`` are converted for nothing.
     """
@@ -95,8 +100,10 @@ class StepPricing(Pricing):
         fusion: Fusion,
         unconverted: frozenset[str] = frozenset(),
         unpriced: frozenset[str] = frozenset(),
+        of_states: dict[tuple[object, ...], Lattice] | None = None,
     ) -> None:
         super().__init__(cost_model, mesh)
+        self.of_states = of_states
         self.unconverted, self.unpriced = unconverted, unpriced
         self.prices = cost_model
         self.states = states
@@ -113,6 +120,19 @@ class StepPricing(Pricing):
             return 0.0, 0.0
         return super().step(step, value)
 
+    def steps(self, table: StepTable, value: Value) -> tuple[list[float], list[float]]:
+        count = len(table.steps)
+        if value.name in self.unconverted:
+            return [math.inf] * count, [0.0] * count
+        if value.name in self.unpriced:
+            return [0.0] * count, [0.0] * count
+        forward, backward = super().steps(table, value)
+        if value.name in self.states:
+            for place, step in enumerate(table.steps):
+                if self._is_reduced_elsewhere(step):
+                    forward[place] = backward[place] = 0.0
+        return forward, backward
+
     def _is_reduced_elsewhere(self, step: Step) -> bool:
         """Whether a parameter's conversion is what ZeRO decides and pays for; over ``ep`` of what is whole there."""
         axis = self.mesh.names[step.axis]
@@ -124,6 +144,12 @@ class StepPricing(Pricing):
         if value.name in self.unpriced:
             return "unpriced"
         return "state" if value.name in self.states else ""
+
+    def shared_lattices(
+        self, value: Value, types: tuple[tuple[SpmdType, ...], ...]
+    ) -> dict[tuple[object, ...], Lattice] | None:
+        is_whole = all(shard_dim(each) is None for each in types[self.mesh.names.index(DATA)])
+        return self.of_states if is_whole and self.family(value) == "state" else None
 
     def likeness(self, node: Node, values: Mapping[str, Value]) -> tuple[object, ...]:
         return self._facts_of(node, values).likeness
