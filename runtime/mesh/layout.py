@@ -197,7 +197,7 @@ class VirtualLayout:
 @contextlib.contextmanager
 def virtual_ranks(mesh: MeshShape) -> Iterator[VirtualLayout]:
     """Every rank of ``mesh`` in this process: inside the block, tensors of a parallel module are ``LocalTensor``."""
-    from runtime.torch_compat.local_tensors import LocalTensorMode
+    from runtime.torch_compat.local_tensors import LocalTensorMode, shapes_looked_up
 
-    with virtual_mesh(mesh) as device_mesh, LocalTensorMode(mesh.num_devices):
+    with virtual_mesh(mesh) as device_mesh, LocalTensorMode(mesh.num_devices), shapes_looked_up():
         yield VirtualLayout(device_mesh, mesh)
