@@ -33,7 +33,7 @@ from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.rows_left_out import placeholders_without_rows
 from passes.capture.saved_values import lifted_values, reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
-from passes.capture.stand_in import OneDevice, StandIns, trace_device
+from passes.capture.stand_in import StandIns, trace_device
 from passes.capture.tracing_errors import describe_failure, explain, is_raised_by_the_model
 from passes.capture.unfold import unfold
 from passes.capture.value_reads import ValueReads, drop_answered
@@ -153,6 +153,7 @@ def _trace_path(
     call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get, placed)
     call.placed = {id(stand_ins.get(tensor)): place for place, tensor in enumerate(placed)}
     call.returns_placed = returns_placed
+    call.device = stand_ins.device
     refuse_inputs(call.tensors)
     copied = call.model
     if training is not None and training != model.training:
@@ -172,8 +173,7 @@ def _trace_path(
     ):
         graph_training = copied.training
         states = _state_names(call)
-        with OneDevice(stand_ins.device):
-            program = _export(call, tensors, paths, open_dims)
+        program = _export(call, tensors, paths, open_dims)
     refuse_picked_rows(picked, repeats, is_open=open_dims is not None)
     loss = _loss_path(call, training)
     keeps_gradients = training is not False and (loss is not None or graph_training or gradients)

@@ -21,6 +21,7 @@ from passes.torch_compat.tracing import (
     quiet_export,
     stack_traces_noted,
     states_of_lstm_layers,
+    unknown_sizes_sought_if_any,
 )
 
 
@@ -53,6 +54,7 @@ def export(
         traced_host_functions(),
         batch_norms_without_momentum(normalised_and_averaged),
         idle_conversions(),
+        unknown_sizes_sought_if_any(),
         states_of_lstm_layers(),
     ):
         warnings.simplefilter("ignore")

@@ -34,6 +34,7 @@ PRIVATE_NAMES = {
     "sys._getframe": "who asks whether something is compiled cannot be told: torch, or the model",
     "torch.export._trace": "failures of tracing print the whole graph",
     "torch.export._trace._ignore_backend_decomps": "no model is captured once torch.backends.fp32_precision was set",
+    "torch.export._trace._replace_unbacked_bindings": "tracing takes a few percent longer",
     "torch._C._set_cudnn_enabled": "no model is captured once torch.backends.fp32_precision was set",
     "torch._C._set_mkldnn_enabled": "no model is captured once torch.backends.fp32_precision was set",
     "torch.nn.modules.batchnorm._BatchNorm": "batch norms with momentum=None are refused",

@@ -98,6 +98,28 @@ def _libraries_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unknown_sizes_sought_if_any() -> Iterator[None]:
+    """Export seeks sizes that values decide in every tensor of the graph, also where there is none."""
+    original = _trace._replace_unbacked_bindings
+
+    def replace(gm: GraphModule) -> None:
+        values = (node.meta.get("val") for node in gm.graph.nodes)
+        modes = {id(mode): mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None}
+        shapes = [mode.shape_env for mode in modes.values()]
+        if not shapes or any(shape_env is None or shape_env.var_to_range for shape_env in shapes):
+            original(gm)
+            return
+        for node in gm.graph.nodes:
+            node.meta.pop("unbacked_bindings", None)
+
+    _trace._replace_unbacked_bindings = replace
+    try:
+        yield
+    finally:
+        _trace._replace_unbacked_bindings = original
+
+
+@contextlib.contextmanager
 def stack_traces_noted(notes: bool) -> Iterator[None]:
     """Whether nodes carry the lines of code that they come from; torch 2.11 notes them whatever is asked."""
     config: Any = getattr(torch.fx, "config", None)
