@@ -41,6 +41,7 @@ from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
 from passes.ir.value_guards import ValueGuards
 from passes.torch_compat.host_operators import CTC_LOSSES
+from passes.torch_compat.quick_pytrees import quick_pytrees
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracer_questions import answered_reads
 from passes.torch_compat.tracing import unvalidated_distributions
@@ -95,7 +96,7 @@ def capture(
         "values": values,
         "buffer_values": buffer_values,
     }
-    with _one_at_a_time:
+    with _one_at_a_time, quick_pytrees():
         graph = _capture_shortened(model, options) if copy_repeats else None
         return number_draws(_capture_whole(model, **options) if graph is None else graph)
 
@@ -263,7 +264,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
         CaptureError: if no trace serves several shapes: forward reads values or changes attributes, or the model cannot
             be captured.
     """
-    with _one_at_a_time:
+    with _one_at_a_time, quick_pytrees():
         buffers = dict(model.named_buffers())
         options = {"training": None, **options, "buffer_values": options.get("buffer_values") or buffers}
         repeats = find_repeats(model) if options.pop("copy_repeats", False) else ()
@@ -282,7 +283,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
     def graph(shapes: Mapping[Path, Any]) -> Graph:
         if own is not None and shapes == own[0]:
             return own[1]
-        with _one_at_a_time:
+        with _one_at_a_time, quick_pytrees():
             return trace.graph_of_shapes(shapes)
 
     return graph

@@ -19,6 +19,7 @@ from passes.torch_compat.tracing import (
     idle_conversions,
     lazy_code,
     quiet_export,
+    shapes_noted_once,
     stack_traces_noted,
     states_of_lstm_layers,
     unknown_sizes_sought_if_any,
@@ -56,6 +57,7 @@ def export(
         idle_conversions(),
         unknown_sizes_sought_if_any(),
         states_of_lstm_layers(),
+        shapes_noted_once(),
     ):
         warnings.simplefilter("ignore")
         with stack_traces_noted(stack_traces):

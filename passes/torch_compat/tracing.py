@@ -21,6 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
 from torch.export import _trace
 from torch.fx import GraphModule
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 #: ``Function.apply``: class, then the arguments.
@@ -117,6 +118,17 @@ def unknown_sizes_sought_if_any() -> Iterator[None]:
         yield
     finally:
         _trace._replace_unbacked_bindings = original
+
+
+@contextlib.contextmanager
+def shapes_noted_once() -> Iterator[None]:
+    """Nodes carry the fake tensor that they give, and not, for older readers, its shape and strides beside it."""
+    original = proxy_tensor._extract_tensor_metadata
+    proxy_tensor._extract_tensor_metadata = lambda *_, **__: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = original
 
 
 @contextlib.contextmanager
