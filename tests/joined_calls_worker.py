@@ -20,6 +20,7 @@ from planner.integrations.accelerate import Accelerator
 from tests.generation_cases import generated, model_named, training_batch
 from tests.ranks import answer, task
 from tests.small_models import Mlp, seeded, squared_error
+from tests.tracing import traced_once
 
 X = torch.linspace(-1, 1, 128, dtype=torch.float64).reshape(8, 16)
 TARGET = torch.linspace(1, -1, 64, dtype=torch.float64).reshape(8, 8)
@@ -199,8 +200,9 @@ if __name__ == "__main__":
     place = Path(task())
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     passed = {}
-    for scenario in SCENARIOS:
-        outcomes: list[Any] = [None, None]
-        dist.all_gather_object(outcomes, scenario(place))
-        passed[scenario.__name__] = all(outcomes)
+    with traced_once():
+        for scenario in SCENARIOS:
+            outcomes: list[Any] = [None, None]
+            dist.all_gather_object(outcomes, scenario(place))
+            passed[scenario.__name__] = all(outcomes)
     answer(passed)

@@ -35,6 +35,8 @@ from tests.generation_cases import generated, model_named, prompt_of, training_b
 from tests.ranks import run_on_ranks
 from tests.versions import transformers_version
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: Model, mesh, ways to generate (``!padded``: from prompts of two lengths; ``!base``: adapters off).
 CASES: list[tuple[str, str, list[str]]] = [
     ("gpt2", "tp=2", ["beams!padded"]),

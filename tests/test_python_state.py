@@ -17,6 +17,7 @@ import torch
 import planner
 from passes.capture import CaptureError, capture
 from passes.capture.capture import trace_shapes
+from passes.capture.state_holders import state_holders
 from runtime.calls import surroundings
 from tests import python_state_models as models
 from tests.python_state_models import CACHED, READ_BY_THE_NEXT_CALL, Holding
@@ -120,3 +121,17 @@ class Scaled(torch.nn.Module):
     def forward(self, x):
         return x * SCALE
 """
+
+
+def test_a_trainers_plans_and_programs_are_no_state_of_its_loss() -> None:
+    """However many a training has made: what a loss leaves is looked for in what it reaches before and after a call."""
+    parallel = planner.compile(
+        torch.nn.Linear(4, 4), "dp=1", example_inputs=(X,), loss_fn=lambda outputs, _: outputs.sum()
+    )
+    trainer = SimpleNamespace(model=parallel, calls=[])
+    parallel.train_step(X)
+    before = state_holders(torch.nn.Linear(4, 4), lambda outputs, _: trainer.calls).values()
+    parallel.train_step(X[:1].repeat(6, 1))
+    after = state_holders(torch.nn.Linear(4, 4), lambda outputs, _: trainer.calls).values()
+    assert any(holder.thing is trainer.calls for holder in after)
+    assert len(after) == len(before) < 200

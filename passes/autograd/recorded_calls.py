@@ -27,28 +27,22 @@ def record_call(node: Node, operands: Mapping[str, RecordedOperand], *, grad: bo
     """
     names = tuple(dict.fromkeys(node.inputs))
     places = {name: Ref(str(place)) for place, name in enumerate(names)}
-    plain = dataclasses.replace(
-        node,
-        name="call",
-        args=map_refs(node.args, lambda ref: places[ref.name]),
-        kwargs={
-            key: map_refs(value, lambda ref: places[ref.name])
-            for key, value in node.kwargs.items()
-            if kernels != "gpu" or key not in _BACKWARD_MARKS
-        },
-        outputs=(),
-        module_path="",
-        module_class="",
-        key="",
-    )
+    args = map_refs(node.args, lambda ref: places[ref.name])
+    kwargs = {
+        key: map_refs(value, lambda ref: places[ref.name])
+        for key, value in node.kwargs.items()
+        if kernels != "gpu" or key not in _BACKWARD_MARKS
+    }
     shapes = tuple(operands[name] for name in names)
-    question = repr(
-        (plain.op, plain.args, plain.kwargs, [dataclasses.astuple(shape) for shape in shapes], grad, kernels)
-    )
+    entries = [(shape.shape, shape.strides, shape.dtype, shape.requires_grad) for shape in shapes]
+    question = repr((node.op, args, kwargs, entries, grad, kernels))
 
     def observe() -> dict[str, Any] | None:
         from passes.autograd.operator_records import observed
 
+        plain = dataclasses.replace(
+            node, name="call", args=args, kwargs=kwargs, outputs=(), module_path="", module_class="", key=""
+        )
         record = observed(plain, shapes, grad=grad, kernels=kernels)
         return None if record is None else dataclasses.asdict(record)
 

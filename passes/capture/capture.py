@@ -33,7 +33,7 @@ from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.rows_left_out import placeholders_without_rows
 from passes.capture.saved_values import lifted_values, reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
-from passes.capture.stand_in import OneDevice, StandIns, trace_device
+from passes.capture.stand_in import StandIns, trace_device
 from passes.capture.tracing_errors import describe_failure, explain, is_raised_by_the_model
 from passes.capture.unfold import unfold
 from passes.capture.value_reads import ValueReads, drop_answered
@@ -41,6 +41,7 @@ from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
 from passes.ir.value_guards import ValueGuards
 from passes.torch_compat.host_operators import CTC_LOSSES
+from passes.torch_compat.quick_pytrees import quick_pytrees
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracer_questions import answered_reads
 from passes.torch_compat.tracing import unvalidated_distributions
@@ -95,7 +96,7 @@ def capture(
         "values": values,
         "buffer_values": buffer_values,
     }
-    with _one_at_a_time:
+    with _one_at_a_time, quick_pytrees():
         graph = _capture_shortened(model, options) if copy_repeats else None
         return number_draws(_capture_whole(model, **options) if graph is None else graph)
 
@@ -153,6 +154,7 @@ def _trace_path(
     call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get, placed)
     call.placed = {id(stand_ins.get(tensor)): place for place, tensor in enumerate(placed)}
     call.returns_placed = returns_placed
+    call.device = stand_ins.device
     refuse_inputs(call.tensors)
     copied = call.model
     if training is not None and training != model.training:
@@ -172,8 +174,7 @@ def _trace_path(
     ):
         graph_training = copied.training
         states = _state_names(call)
-        with OneDevice(stand_ins.device):
-            program = _export(call, tensors, paths, open_dims)
+        program = _export(call, tensors, paths, open_dims)
     refuse_picked_rows(picked, repeats, is_open=open_dims is not None)
     loss = _loss_path(call, training)
     keeps_gradients = training is not False and (loss is not None or graph_training or gradients)
@@ -263,7 +264,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
         CaptureError: if no trace serves several shapes: forward reads values or changes attributes, or the model cannot
             be captured.
     """
-    with _one_at_a_time:
+    with _one_at_a_time, quick_pytrees():
         buffers = dict(model.named_buffers())
         options = {"training": None, **options, "buffer_values": options.get("buffer_values") or buffers}
         repeats = find_repeats(model) if options.pop("copy_repeats", False) else ()
@@ -282,7 +283,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
     def graph(shapes: Mapping[Path, Any]) -> Graph:
         if own is not None and shapes == own[0]:
             return own[1]
-        with _one_at_a_time:
+        with _one_at_a_time, quick_pytrees():
             return trace.graph_of_shapes(shapes)
 
     return graph

@@ -19,8 +19,10 @@ from passes.torch_compat.tracing import (
     idle_conversions,
     lazy_code,
     quiet_export,
+    shapes_noted_once,
     stack_traces_noted,
     states_of_lstm_layers,
+    unknown_sizes_sought_if_any,
 )
 
 
@@ -53,7 +55,9 @@ def export(
         traced_host_functions(),
         batch_norms_without_momentum(normalised_and_averaged),
         idle_conversions(),
+        unknown_sizes_sought_if_any(),
         states_of_lstm_layers(),
+        shapes_noted_once(),
     ):
         warnings.simplefilter("ignore")
         with stack_traces_noted(stack_traces):

@@ -13,6 +13,7 @@ from passes.capture.loss_of_call import CalledModel, calls_model
 from passes.capture.nested_values import Path, Structure, TrainingOutput, flatten, rebuild
 from passes.capture.python_draws import no_python_draws
 from passes.capture.python_state import StateChanges, TracedStates, WatchedState
+from passes.capture.stand_in import OneDevice
 from passes.capture.value_reads import ValueReads
 from passes.capture.watch import WatchedForward
 from passes.capture.wide_losses import losses_of
@@ -54,6 +55,8 @@ class FlatCall(nn.Module):
         self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
         self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self.reads: ValueReads
+        #: Where the model is traced.
+        self.device: torch.device
         #: Identities of the traced tensors that a call before placed in Python → which of them each is.
         self.placed: dict[int, int] = {}
         self.returns_placed = False
@@ -78,7 +81,14 @@ class FlatCall(nn.Module):
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Structure, dict[Path, torch.Tensor]]:
         watched = WatchedForward(self.originals, self.reads)
-        with watched, no_python_draws(), answered_lists(watched.row_groups.sizes), losses_of(self.model):
+        # Around the model alone: the tracer's own looks at tensors would all pass through the mode.
+        with (
+            OneDevice(self.device),
+            watched,
+            no_python_draws(),
+            answered_lists(watched.row_groups.sizes),
+            losses_of(self.model),
+        ):
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
             else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from passes.capture.namespaces import namespaces_with
 from passes.torch_compat import host_operators  # noqa: F401
 
 #: Package → function → the operator that stands for it where its first argument is a tensor, or several.
@@ -25,16 +26,17 @@ def traced_host_functions() -> Iterator[None]:
     A function that was handed on under another name stays as it is, and asks for values, which is refused.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for package, functions in _OPERATORS.items():
-        for name, operator in functions.items():
-            if package not in sys.modules:
-                continue
-            original: Callable[..., Any] = getattr(sys.modules[package], name)
-            for module in list(sys.modules.values()):
-                names = getattr(module, "__dict__", {})
-                if names.get(name) is original:
-                    replaced.append((names, name, original))
-                    names[name] = _on_tensors(original, operator)
+    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        name: (getattr(sys.modules[package], name), operator)
+        for package, operators in _OPERATORS.items()
+        for name, operator in operators.items()
+        if package in sys.modules
+    }
+    for _, names in namespaces_with(functions.keys()):
+        for name, (original, operator) in functions.items():
+            if names.get(name) is original:
+                replaced.append((names, name, original))
+                names[name] = _on_tensors(original, operator)
     try:
         yield
     finally:

@@ -24,8 +24,12 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _CONTAINERS = (dict, list, set, deque)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.device,
           torch.jit.ScriptModule)  # fmt: skip
-#: Packages whose functions know no model of a user by a global name, and whose objects are never copied.
-_LIBRARIES = ("torch.", "transformers.")
+#: Most of what a model holds, told at once by its exact type.
+_COMMON_ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+_COMMON_TABLES = frozenset((dict, OrderedDict))
+#: Packages whose functions know no model of a user by a global name, and whose objects are never copied. Ours are those
+#: that a plan, a graph and a program are made of.
+_LIBRARIES = ("torch.", "transformers.", "passes.", "cost_models.")
 
 
 def copy_of(
@@ -44,6 +48,8 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _parts(thing: Any) -> Iterable[Any]:
     """What an object holds, as far as it can be followed."""
+    if type(thing) in _COMMON_TABLES:
+        return (*thing.keys(), *thing.values())
     if isinstance(thing, (*_ATOMS, torch.Tensor)):
         return ()
     if isinstance(thing, Mapping):
@@ -102,7 +108,7 @@ class _Copies:
         while stack:
             thing = stack.pop()
             for part in _parts(thing):
-                if isinstance(part, _ATOMS):
+                if type(part) in _COMMON_ATOMS or isinstance(part, _ATOMS):
                     continue
                 holders.setdefault(id(part), []).append(id(thing))
                 is_contained = isinstance(part, nn.Module) or (id(thing) in contained and isinstance(part, _CONTAINERS))

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from passes.capture.namespaces import namespaces_with
+
 
 class _Done:
     """The work of a collective that has nothing to wait for."""
@@ -135,10 +137,9 @@ def _namespaces(alone: Collection[Callable[..., Any]]) -> list[dict[str, Any]]:
     """
     names = {function.__name__ for function in alone}
     namespaces = []
-    for path, module in list(sys.modules.items()):
+    for path, namespace in namespaces_with(names):
         if path.startswith("torch.") and path not in _KEPT_IN:
             continue
-        namespace = getattr(module, "__dict__", {})
         if any(type(namespace.get(name)) is FunctionType and namespace[name] in alone for name in names):
             namespaces.append(namespace)
     return namespaces

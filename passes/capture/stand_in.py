@@ -31,8 +31,8 @@ class StandIns:
 
     def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
         """A stand-in of its own, also if the same tensor came before (two inputs must not be one)."""
-        with self.mode, torch.device(self.device):
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        with self.mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)

@@ -21,19 +21,21 @@ from passes.torch_compat.module_tables import buffers_of
 _SEQUENCES = (list, deque)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, torch.Tensor, torch.dtype,
-          torch.device, torch.nn.Parameter, types.BuiltinFunctionType)  # fmt: skip
+          torch.device, types.BuiltinFunctionType)  # fmt: skip
 #: Packages whose objects keep their state to themselves.
 _LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collections"}) | {
     "torch",
     "numpy",
     "transformers",
 }
-#: What tracing itself puts into the copy of a model.
-_OURS = f"{__package__}."
+#: What tracing puts into the copy of a model, and plans, graphs and programs, which a loss reaches through a trainer.
+_OURS = ("passes.", "cost_models.", "runtime.")
 #: Attributes in which transformers notes that its hooks are on a model, and torch an LSTM's weights once more.
 _NOTES_OF_LIBRARIES = frozenset({"_output_capturing_hooks_installed", "_flat_weights", "_flat_weight_refs"})
 #: Classes whose objects say what a model is; what a forward notes in them, it notes once.
 _DESCRIPTIONS = frozenset({"PreTrainedConfig", "PretrainedConfig", "GenerationConfig"})
+#: Most of what a model holds, told at once by its exact type.
+_COMMON_ATOMS = frozenset((bool, int, float, str, type(None), torch.Tensor, torch.nn.Parameter))
 _MAX_ENTRIES = 1024
 _MAX_HOLDERS = 100_000
 
@@ -107,6 +109,8 @@ def state_holders(model: nn.Module, *others: Any) -> dict[int, StateHolder]:
             continue
         holders[id(holder.thing)] = holder
         for key, value in _entries(holder):
+            if type(value) in _COMMON_ATOMS:
+                continue
             waiting.extend(StateHolder(part, holder.module, name) for name, part in _held(holder.name_of(key), value))
     return holders
 

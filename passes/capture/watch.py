@@ -18,7 +18,7 @@ from passes.capture.without_gradients import call_without_gradients
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
 from passes.torch_compat import host_operators  # noqa: F401
-from passes.torch_compat.tensor_fields import is_inside_transform, saved_tensors_hooks_of_thread
+from passes.torch_compat.tensor_fields import is_inside_transform, layout_of, saved_tensors_hooks_of_thread
 
 #: Methods that change or look at gradients as they pass, by what to do instead.
 _METHODS = {
@@ -113,7 +113,7 @@ class WatchedForward(TorchFunctionMode):
         self._reads.picked.note(name, args[0] if args else None, result)
         self._follow_targets(name, args, result, self._reads.readings_since(num_entries))
         if isinstance(result, torch.Tensor):
-            if result.layout not in _LAYOUTS:
+            if layout_of(result) not in _LAYOUTS:
                 raise CaptureError(
                     f"{name} makes a sparse tensor, which no plan can cut: write its zeros out (to_dense, index_put)"
                 )

@@ -96,8 +96,11 @@ class Matcher:
 
     def sieve(self, tree: PatternCall) -> Sieve | None:
         """The necessary condition on nodes that ``tree`` may end in; None if the graph lacks one of its operators."""
-        needed = [functools.reduce(int.__or__, (self.bits.get(op, 0) for op in ops)) for ops in operators_of(tree)]
-        return Sieve(min(depth_of(tree) + CASTS, DEEPEST), tuple(needed)) if all(needed) else None
+        operators, present = operators_of(tree), self.bits.keys()
+        if any(present.isdisjoint(ops) for ops in operators):
+            return None
+        needed = [functools.reduce(int.__or__, (self.bits.get(op, 0) for op in ops)) for ops in operators]
+        return Sieve(min(depth_of(tree) + CASTS, DEEPEST), tuple(needed))
 
     def may_end(self, sieve: Sieve, node: Node) -> bool:
         """Whether all operators of a tree stand somewhere above ``node``."""

@@ -15,6 +15,7 @@ __all__ = [
     "FakeTensorMode",
     "gradient_hooks",
     "is_inside_transform",
+    "layout_of",
     "saved_tensors_hooks_of_thread",
     "storage_id",
     "versions",
@@ -36,6 +37,12 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each tensor was written to; a tracer does not see the question."""
     with DisableTorchFunction():
         return [tensor._version for tensor in tensors]
+
+
+def layout_of(tensor: torch.Tensor) -> torch.layout:
+    """How the tensor lies in memory; a tracer does not see the question."""
+    with DisableTorchFunction():
+        return tensor.layout
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[str, Any]:

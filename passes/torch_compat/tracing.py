@@ -21,6 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
 from torch.export import _trace
 from torch.fx import GraphModule
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 #: ``Function.apply``: class, then the arguments.
@@ -95,6 +96,39 @@ def _libraries_off() -> Iterator[None]:
         torch._C._set_cudnn_enabled(cudnn)
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.nnpack.set_flags(*nnpack)
+
+
+@contextlib.contextmanager
+def unknown_sizes_sought_if_any() -> Iterator[None]:
+    """Export seeks sizes that values decide in every tensor of the graph, also where there is none."""
+    original = _trace._replace_unbacked_bindings
+
+    def replace(gm: GraphModule) -> None:
+        values = (node.meta.get("val") for node in gm.graph.nodes)
+        modes = {id(mode): mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None}
+        shapes = [mode.shape_env for mode in modes.values()]
+        if not shapes or any(shape_env is None or shape_env.var_to_range for shape_env in shapes):
+            original(gm)
+            return
+        for node in gm.graph.nodes:
+            node.meta.pop("unbacked_bindings", None)
+
+    _trace._replace_unbacked_bindings = replace
+    try:
+        yield
+    finally:
+        _trace._replace_unbacked_bindings = original
+
+
+@contextlib.contextmanager
+def shapes_noted_once() -> Iterator[None]:
+    """Nodes carry the fake tensor that they give, and not, for older readers, its shape and strides beside it."""
+    original = proxy_tensor._extract_tensor_metadata
+    proxy_tensor._extract_tensor_metadata = lambda *_, **__: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = original
 
 
 @contextlib.contextmanager

@@ -333,8 +333,9 @@ class VirtualPlaces:
         with self.plain():
             for rank, part in parts_of_ranks(local).items():
                 place = rectangle(self._virtual.coordinate_of(rank))
-                reference = first.setdefault((*place.offsets, *place.sizes), part.detach())
-                worst = max(worst, largest_difference(part.detach(), reference))
+                reference = first.setdefault((*place.offsets, *place.sizes), part)
+                if reference is not part:
+                    worst = max(worst, largest_difference(part.detach(), reference.detach()))
         return worst
 
     def plain(self) -> AbstractContextManager[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, P, Placement, part_of_dim, shard_dim
+from passes.torch_compat.quick_pytrees import quick_pytrees
 from runtime.data.host_copies import HostCopies, host_copies
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.joint_axes import remember
@@ -197,7 +198,7 @@ class VirtualLayout:
 @contextlib.contextmanager
 def virtual_ranks(mesh: MeshShape) -> Iterator[VirtualLayout]:
     """Every rank of ``mesh`` in this process: inside the block, tensors of a parallel module are ``LocalTensor``."""
-    from runtime.torch_compat.local_tensors import LocalTensorMode
+    from runtime.torch_compat.local_tensors import LocalTensorMode, shapes_looked_up
 
-    with virtual_mesh(mesh) as device_mesh, LocalTensorMode(mesh.num_devices):
+    with virtual_mesh(mesh) as device_mesh, LocalTensorMode(mesh.num_devices), shapes_looked_up(), quick_pytrees():
         yield VirtualLayout(device_mesh, mesh)

@@ -14,6 +14,8 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
         >>> largest_difference(torch.tensor([True, False]), torch.tensor([True, True]))
         1.0
     """
+    if torch.equal(one, other):  # the usual answer, in one operator of ten
+        return 0.0
     one, other = _wide(one), _wide(other)
     same = (one == other) | (one.isnan() & other.isnan())
     difference = (one - other).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)

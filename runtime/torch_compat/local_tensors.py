@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, maybe_disable_local_tensor_mode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["FakeStore", "LocalIntNode", "LocalTensor", "LocalTensorMode", "maybe_disable_local_tensor_mode",
-           "parts_of_ranks", "size_on_ranks"]  # fmt: skip
+           "parts_of_ranks", "shapes_looked_up", "size_on_ranks"]  # fmt: skip
 
 
 def parts_of_ranks(tensor: torch.Tensor, ranks: Iterable[int] = ()) -> dict[int, torch.Tensor]:
@@ -21,3 +23,49 @@ def size_on_ranks(sizes: Mapping[int, int]) -> int:
     """One size for all ranks: a plain number where they agree."""
     first = next(iter(sizes.values()))
     return first if all(size == first for size in sizes.values()) else torch.SymInt(LocalIntNode(dict(sizes)))  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def shapes_looked_up() -> Iterator[None]:
+    """Inside the block, a ``LocalTensor`` is asked for its sizes and strides without running an operator on each rank.
+
+    torch asks thrice for each view, and enters a mode with a copy of every rank's random state each time: a third of
+    a training step. Needed up to torch 2.13.
+    """
+    original = vars(LocalTensor)["__torch_dispatch__"]
+
+    def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        look_up = _OF_SHAPES.get(func)
+        return original.__get__(None, cls)(func, types, args, kwargs) if look_up is None else look_up(args[0])
+
+    LocalTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        LocalTensor.__torch_dispatch__ = original  # type: ignore[method-assign]
+
+
+def _sizes(tensor: LocalTensor) -> list[int]:
+    return _of_each_dim(tensor, torch.Tensor.size)
+
+
+def _strides(tensor: LocalTensor) -> list[int]:
+    return _of_each_dim(tensor, torch.Tensor.stride)
+
+
+def _of_each_dim(tensor: LocalTensor, look_up: Callable[[torch.Tensor], Iterable[int]]) -> list[int]:
+    ranks = tensor._local_tensors.keys()
+    per_rank = map(look_up, tensor._local_tensors.values())
+    return [size_on_ranks(dict(zip(ranks, sizes))) for sizes in zip(*per_rank, strict=True)]
+
+
+def _offset(tensor: LocalTensor) -> int:
+    parts = tensor._local_tensors.items()
+    return size_on_ranks({rank: part.storage_offset() for rank, part in parts})  # type: ignore[misc]
+
+
+_OF_SHAPES: dict[Any, Callable[[LocalTensor], Any]] = {
+    torch.ops.aten.sym_size.default: _sizes,
+    torch.ops.aten.sym_stride.default: _strides,
+    torch.ops.aten.sym_storage_offset.default: _offset,
+}
