@@ -40,12 +40,12 @@ golden: install  # write the expected emitted programs anew; read the diff befor
 
 install: $(INSTALLED)
 
-# $(1): folder of the virtual environment, $(2): constraints
+# $(1): folder of the virtual environment, $(2): constraints. Most modules are never imported: who imports one compiles it.
 define INSTALL
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --constraint $(2) torch
-	$(1)/bin/python -m pip install --quiet --constraint $(2) --editable '.[hf,dev]'
+	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) torch
+	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --editable '.[hf,dev]'
 	touch $(1)/.installed
 endef
 

@@ -163,7 +163,7 @@ def plan(setting: Setting) -> list[Part]:
     )
     full = tuple(Item(name, f"{here}.memory:memory", 90, {"case": case}) for name, case in FULL_PLANS.items())
     kinds = ("operator", "chain", "collective", "unit")
-    host = tuple(Item(kind, f"{here}.operators:host_time", 150, {"kind": kind}) for kind in kinds)
+    host = tuple(Item(kind, f"{here}.operators:host_time", 98, {"kind": kind}) for kind in kinds)
     return [
         # The first part waits for the imports of a machine that has read no file yet.
         Part("machine", "Machine", 90, (Item("machine", f"{here}.operators:machine", 90),)),
@@ -176,7 +176,7 @@ def plan(setting: Setting) -> list[Part]:
         Part("parity", "Schedules and ZeRO on NCCL against one GPU", 200, parity, ranks=2, needs=2),
         Part("generation", "Generation", 60, generation),
         Part("resume", "Killed and resumed", 120, (Item("resume", f"{here}.resume:resume", 120),)),
-        Part("host", "Host time", 240, host),
+        Part("host", "Host time", 98, host),
     ]
 
 
