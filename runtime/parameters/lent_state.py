@@ -33,7 +33,3 @@ class LentState:
     def is_unchanged(self) -> bool:
         """Whether the step has put nothing else in the place of these tensors, and added none."""
         return len(self.local) == len(self._values) and all(map(is_, self.local.values(), self._values))
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """Copies of the state are lent anew."""
-        return

@@ -168,6 +168,15 @@ class ParameterTensor(DTensor):
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of this rank's part: torch 2.11 copies no DTensor of another class, and later ones all attributes."""
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # which refuses
+        if id(self) not in memo:
+            copied = of_parameter_over(local_part(self).detach().clone(), spec_of(self), self)
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
         return plain.__reduce_ex__(protocol)
