@@ -82,7 +82,7 @@ def everything(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: to
     return kernels.rotary(query * key, cos, sin).square().sum()
 
 
-def compiled_operators(monkeypatch: pytest.MonkeyPatch, operands: list[torch.Tensor]) -> tuple[set[str], torch.Tensor]:
+def compiled_operators(operands: list[torch.Tensor]) -> tuple[set[str], torch.Tensor]:
     """Our operators in the graph that a compiler gets, and the gradient of the first operand."""
     torch.compiler.reset()
     names: set[str] = set()
@@ -100,10 +100,10 @@ def test_compilers_for_gpus_get_definitions_and_others_get_operators(monkeypatch
     operands = [x, torch.rand(WIDTH, dtype=torch.float64), cos, sin]
     expected = torch.autograd.grad(everything(*operands), x)[0]
     assert definition_for_compiler("rms_norm", x) is None
-    names, gradient = compiled_operators(monkeypatch, operands)
+    names, gradient = compiled_operators(operands)
     assert len(names) == len(DEFINITIONS)
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
     monkeypatch.setattr("runtime.kernels.library.definition_for_compiler", lambda name, _: DEFINITIONS.get(name))
-    names, gradient = compiled_operators(monkeypatch, operands)
+    names, gradient = compiled_operators(operands)
     assert names == set()
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from passes.ir.types import MeshShape
+from runtime.execution.step_state import StepState
 from runtime.mesh.layout import virtual_ranks
 from runtime.zero.flat import FlatLayout, copy_all
 from runtime.zero.group import StateGroup
@@ -132,6 +134,14 @@ def test_a_gpu_takes_gradients_of_neighbours_together() -> None:
     assert taken_together(sizes, on_gpu=True, splits_backward=True) == [1] * 5
     assert taken_together(sizes, on_gpu=False, splits_backward=False) == [1] * 5
     assert taken_together([1024] * 3, on_gpu=False, splits_backward=True) == [3]
+
+
+@pytest.mark.parametrize(("schedule", "splits"), [("none", False), ("1f1b", False), ("zb_h1", True), ("zbv", True)])
+def test_a_step_knows_whether_its_schedule_splits_backward_passes(schedule: str, splits: bool) -> None:
+    state = StepState(nn.Linear(2, 2), SimpleNamespace(layout=SimpleNamespace(mesh=MeshShape.from_dict({"dp": 1}))))
+    assert not state.splits_backward  # there is no plan yet
+    state.placing = SimpleNamespace(plan=SimpleNamespace(step=SimpleNamespace(schedule=schedule)))
+    assert state.splits_backward is splits
 
 
 @pytest.mark.parametrize("sizes", ([3], [1, 1, 1], [1, 2], [2, 1]), ids=str)

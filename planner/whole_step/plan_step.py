@@ -165,7 +165,7 @@ class _Planner:
     def beside_devices_alone(self, plan: Plan, cluster: Cluster) -> Plan:
         """The plan, with a note if some of the devices, of one kind, would be faster without the others."""
         if cluster.unequal != REORDER or self.demands.fixed.keys() & set(AXES):
-            return plan  # processes that run have the devices that they have
+            return plan  # which devices there are, or how many, has been said
         note = faster_alone(plan, cluster, lambda part: self.fastest_if_any(part, self.demands))
         return plan if note is None else dataclasses.replace(plan, notes=(*plan.notes, note))
 

@@ -14,18 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.activations import PLAIN, SILU, gelu_name
+from runtime.kernels.promotion import promotion_of
 
 Maybe = torch.Tensor | None
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _result(*tensors: Maybe) -> torch.dtype:
-    dtype = None
-    for tensor in tensors:
-        if tensor is not None:
-            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
-    assert dtype is not None
-    return dtype
+    return promotion_of(*[tensor.dtype for tensor in tensors if tensor is not None])
 
 
 def _wide(*tensors: Maybe) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from runtime.kernels.definitions import definition_for_compiler
 from runtime.kernels.device import common_device, on_device
 from runtime.kernels.direct import apply_of, are_plain, is_dynamo_compiling, nobody_listens
 from runtime.kernels.dispatch import runs_triton
+from runtime.kernels.promotion import known_promotion_of
 from runtime.torch_compat.dispatcher import any_requires_grad, has_saved_tensor_hooks
 
 NAMESPACE = "meshwright"
@@ -216,16 +216,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def promoted(*tensors: torch.Tensor | None, least: torch.dtype | None = None) -> torch.dtype:
     """The dtype that the tensors (None is left out) and ``least`` promote to."""
-    return _promotion(least, *[tensor.dtype for tensor in tensors if tensor is not None])
-
-
-@functools.cache
-def _promotion(least: torch.dtype | None, *dtypes: torch.dtype) -> torch.dtype:
-    dtype = least
-    for other in dtypes:
-        dtype = other if dtype is None else torch.promote_types(dtype, other)
-    assert dtype is not None, "a dtype of nothing"
-    return dtype
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    return known_promotion_of(*dtypes) if least is None else known_promotion_of(least, *dtypes)
 
 
 def wide_dtype(*tensors: torch.Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from runtime.kernels.spill_free import SpillFreeKernel
 _ALIGNMENT = 16
 _GRID_DIMS = 3
 #: Launches that one kernel keeps: of so many lengths, say.
-_MOST_KEPT = 1024
+_MOST_LAUNCHES = 1024
 
 
 class RepeatedKernel(SpillFreeKernel):
@@ -31,7 +31,8 @@ class RepeatedKernel(SpillFreeKernel):
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        self._kept: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        #: By kind of launch: the launch of its machine code, and the values behind the arguments.
+        self._launches: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         if callable(grid) or self.pre_run_hooks:
@@ -47,18 +48,17 @@ class RepeatedKernel(SpillFreeKernel):
             else:
                 key.append(argument)
         kind = tuple(key)
-        kept = self._kept.get(kind)
-        if kept is not None:
-            launch, constants = kept
+        if kind in self._launches:
+            launch, constants = self._launches[kind]
             launch(*arguments, *constants)
             return
         before = self.remedy_of(arguments, options)
         compiled = self.run(*arguments, grid=grid, warmup=False, **options)
         if isinstance(compiled, CompiledKernel) and self.remedy_of(arguments, options) is before and _is_tried(before):
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
             launch = compiled[(*grid, *[1] * (_GRID_DIMS - len(grid)))]
-            self._kept[kind] = launch, self._constants_behind(arguments, options)
+            self._launches[kind] = launch, self._constants_behind(arguments, options)
 
     def _constants_behind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """The values of the parameters behind ``arguments``, which machine code is given by position."""
@@ -69,7 +69,7 @@ class RepeatedKernel(SpillFreeKernel):
 
     def forget(self) -> None:
         super().forget()
-        self._kept.clear()
+        self._launches.clear()
 
 
 def _is_tried(remedy: Any) -> bool:
