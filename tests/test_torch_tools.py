@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from runtime.parameters.choices_by_place import chose_by_place
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
 from tests.ranks import run_on_ranks
 
@@ -76,6 +77,27 @@ def test_an_optimizer_made_before_compile_is_taken_over() -> None:
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_right_is_refused(case: str) -> None:
     assert REFUSALS[case] in on_ranks(2)["refusals"][case]
+
+
+@pytest.mark.parametrize(("choice", "times"), [("by_place", 1), ("frozen_by_place", 1), ("by_name", 0)])
+def test_parameters_chosen_by_their_place_in_a_stage_are_warned_of(choice: str, times: int) -> None:
+    assert len(on_ranks(2)["warned"][choice]) == times
+
+
+def test_stages_that_choose_the_same_places_are_told_from_a_division_of_the_model() -> None:
+    names = list("abcdef")
+
+    def of_two(first: str, second: str) -> bool:
+        """What two stages of three parameters choose, a letter a parameter."""
+        return chose_by_place([dict(zip(names, first)), dict(zip(names[3:], second))], names)
+
+    assert of_two("xyy", "xyy") and of_two("xxy", "xxy") and of_two("xyz", "xyz")
+    assert not of_two("xxx", "xxy"), "a head apart"
+    assert not of_two("xyy", "zzz"), "a rate by layer"
+    assert not of_two("xyx", "xyx"), "weights apart from biases"
+    assert not of_two("xxy", "xyy"), "other places"
+    assert chose_by_place([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"c": 1, "d": 2, "e": 2}], names), "ranks of one stage"
+    assert chose_by_place([{"a": 2, "b": 1}, {"c": 2, "d": 2, "e": 1}], names), "counted from the end"
 
 
 @pytest.mark.skipif(not are_subclasses_dispatched(), reason="in torch 2.11 DTensor decides alone what operators do")

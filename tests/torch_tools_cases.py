@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -89,3 +90,37 @@ def difference(mine: dict[str, torch.Tensor], expected: dict[str, Any]) -> float
     tensors = {name: tensor for name, tensor in expected.items() if isinstance(tensor, torch.Tensor)}
     errors = [(mine[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in tensors.items()]
     return float(torch.stack(errors).max())
+
+
+def warned_of_places(choose: Callable[[Any], list[dict[str, Any]]]) -> list[str]:
+    """What a pipeline whose optimizer has chosen groups warns of in its second step."""
+    parallel = compiled("pp")
+    optimizer = torch.optim.SGD(choose(parallel))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            parallel.train_step(**odd_batch())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in seen if "same places" in str(one.message)]
+
+
+def by_place(parallel: Any) -> list[dict[str, Any]]:
+    first, *others = parallel.parameters()
+    return [{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.01}]
+
+
+def by_name(parallel: Any) -> list[dict[str, Any]]:
+    head = [one for name, one in parallel.named_parameters() if name.startswith("last")]
+    others = [one for name, one in parallel.named_parameters() if not name.startswith("last")]
+    return [{"params": others, "lr": 0.1}, {"params": head, "lr": 0.01}]
+
+
+def frozen_by_place(parallel: Any) -> list[dict[str, Any]]:
+    for parameter in list(parallel.parameters())[:-1]:
+        parameter.requires_grad_(False)
+    return [{"params": list(parallel.parameters()), "lr": 0.1}]
+
+
+def warnings_by_choice() -> dict[str, list[str]]:
+    return {choose.__name__: warned_of_places(choose) for choose in (by_place, by_name, frozen_by_place)}

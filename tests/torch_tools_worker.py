@@ -27,7 +27,15 @@ from tests.ranks import answer, task
 from tests.runtime_worker import error_of
 from tests.scaled_steps import wrong_scaled_steps
 from tests.small_models import seeded
-from tests.torch_tools_cases import OPTIMIZERS, PLANS, Odd, compiled, difference, odd_batch
+from tests.torch_tools_cases import (
+    OPTIMIZERS,
+    PLANS,
+    Odd,
+    compiled,
+    difference,
+    odd_batch,
+    warnings_by_choice,
+)
 from tests.tracing import traced_once
 
 #: The second step is the first that depends on what optimizers remember.
@@ -421,6 +429,7 @@ def main() -> None:
         result["draws"] = {plan: wrong_draws(compiled(plan), seeded(Odd)) for plan in plans}
     if asked["refusals"]:
         result["refusals"] = refusals()
+        result["warned"] = warnings_by_choice()
         plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]
         result["hooks"] = {plan: hooks_see_whole_gradients(plan) for plan in plans}
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in asked["plans"]}

@@ -31,6 +31,7 @@ from runtime.module.original_surface import LikeOriginal, OriginalSurface
 from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter, local_of
+from runtime.parameters.choices_by_place import ChoicesByPlace
 from runtime.parameters.shared_steps import step_together
 from runtime.parameters.shown_modules import set_content, show_kinds
 from runtime.parameters.unwrappable import Unwrappable
@@ -74,6 +75,7 @@ class ParallelModule(
         ranks = None if engine.places.stage is None or engine.all_ranks.size == 1 else engine.all_ranks
         step_together(self, ranks, of_stage=num_stages > 1)
         self._tree = ParameterTree(engine.state, stages=num_stages, ranks=ranks, shown=shown)
+        self._choices = ChoicesByPlace(engine.ranks, engine.state.state_names) if num_stages > 1 else None
         share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
         show_kinds(self._tree.weights, engine.model, engine.watch)
@@ -105,6 +107,7 @@ class ParallelModule(
                 return self.forward(*args, local_inputs=local_inputs, **kwargs)
         self._plan_for(FORWARD, args, kwargs, local_inputs=local_inputs)
         self._engine.calls.together(self._check)
+        self._compare_choices()
         try:
             with self._tree.stages_as_planned():
                 outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=self._tree.trained)
@@ -152,6 +155,7 @@ class ParallelModule(
             return self._accumulation.weight_of_step(weight)
 
         scale = self._engine.calls.together(ready)
+        self._compare_choices()
         try:
             with self._tree.stages_as_planned():
                 loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
@@ -171,6 +175,10 @@ class ParallelModule(
         watch.frozen = self._tree.frozen()
         if modes is not None:
             watch.other_modes = modes
+
+    def _compare_choices(self) -> None:
+        if self._choices is not None:
+            self._choices.compare(self._tree.shown())
 
     def _end_call(self) -> None:
         self._tree.follow()
