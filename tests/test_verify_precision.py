@@ -55,6 +55,27 @@ def test_a_gradient_of_rounding_alone_moves_no_weight() -> None:
     assert report.ok and report.largest_error < 1e-9
 
 
+class KeepsAngles(nn.Module):
+    """Keeps what it has computed once outside of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.angles: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.angles is None:
+            self.angles = torch.arange(8, dtype=torch.float32) / 7
+        return {"loss": (self.inner(x) * self.angles.cos()).square().sum()}
+
+
+def test_a_model_that_has_kept_floats_of_an_earlier_call_is_traced() -> None:
+    torch.manual_seed(0)
+    model, x = KeepsAngles(), torch.randn(8, 8)
+    model(x)
+    assert planner.verify(model, "dp=2", batch={"x": x}).ok
+
+
 #: Products of a tensor that is wide and one that the model made in a dtype of its own.
 MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "operator": lambda wide, narrow: wide.float() @ narrow,

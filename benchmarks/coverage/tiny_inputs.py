@@ -54,10 +54,10 @@ class TinyInputs:
 
         Some messages count the features of the batch, others their elements.
         """
-        match = re.search(r"features:?\s*(?:shape )?\D{0,20}(\d+)", str(error))
+        match = re.search(r"features:?\s*(?:shape )?\D{0,20}(\d+)|(\d+) feature vectors", str(error))
         if match is None:
             return False
-        reported, width = int(match.group(1)), int(self.text("hidden_size") or 1)
+        reported, width = int(match.group(1) or match.group(2)), int(self.text("hidden_size") or 1)
         for count in (reported // width // self.batch_size, reported // self.batch_size):
             if count > 0 and count not in self.tried:
                 self.tried.add(count)

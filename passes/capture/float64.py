@@ -15,6 +15,8 @@ from passes.torch_compat.tensor_fields import FakeTensor
 _CASTS = ("to", "float", "type", "type_as")
 #: Functions that read another dtype out of the same bytes.
 _OF_BITS = ("view", "frombuffer")
+#: How torch itself makes the stand-in of a tensor that there is already, which tracing asserts to be of its dtype.
+_STAND_INS = ("empty_strided",)
 #: Products that torch has in narrower floats alone.
 _GROUPED = ("grouped_mm", "_grouped_mm")
 #: Functions that take the dtype to compute in.
@@ -80,7 +82,7 @@ class keep_float64(TorchFunctionMode):
         """A result made of no floats."""
         if name == "float":
             return args[0].double()
-        if name in _OF_BITS:
+        if name in _OF_BITS or (name in _STAND_INS and str(kwargs.get("device")) == "meta"):
             return func(*args, **kwargs)
         if name in _CASTS:
             args = tuple(_widest(entry) for entry in args)
