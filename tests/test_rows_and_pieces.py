@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import planner
 from tests.capture_parity import assert_parity
 from tests.test_capture_passes import check, ops
 
@@ -102,3 +104,40 @@ def test_a_look_up_of_rows_one_after_the_other_is_a_view(
     function: Callable[[torch.Tensor], torch.Tensor], looked_up: bool
 ) -> None:
     assert (not {"aten.index.Tensor", "aten.gather.default"}.isdisjoint(check(function, 2, 3, 8))) is looked_up
+
+
+def _written(y: torch.Tensor, indices: tuple[torch.Tensor, ...], value: torch.Tensor, *, adds: bool = False) -> Any:
+    return y.clone().index_put_(indices, value, accumulate=adds)
+
+
+#: What is written at the places of a mask that weights decide.
+FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda y: _written(y, torch.where(y.sum(-1) > 0), y.new_tensor(0.5)),
+    "entries": lambda y: _written(y, torch.where(y > 0), y.mean()),
+    "a vector in rows": lambda y: _written(y, torch.where(y.sum(-1) > 0), y[0, 0]),
+    "a vector of one row": lambda y: _written(y, torch.where(y.sum(-1) > 0), y[0, :1]),
+    "rows of one dim": lambda y: _written(y, ((y.sum((1, 2)) > 0).nonzero().squeeze(1),), y[:1].exp()),
+    "added": lambda y: _written(y, torch.where(y.sum(-1) > 0), y[1, 1], adds=True),
+    "none": lambda y: _written(y, torch.where(y.sum(-1) > 1e9), y.new_tensor(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_one_value_at_the_places_of_a_mask_is_a_choice_by_the_mask(name: str) -> None:
+    found = set(check(FILLS[name], 3, 5, 4))
+    assert "aten.where.self" in found and not found & {"aten.index_put.default", "aten.nonzero_static.default"}
+
+
+class LossOfOneElement(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.inner(x).square().mean(0)}
+
+
+def test_a_loss_of_one_element_is_trained_on() -> None:
+    """As ``backward`` takes it."""
+    torch.manual_seed(0)
+    assert planner.verify(LossOfOneElement(), "dp=2", batch={"x": torch.randn(8, 4)}).ok

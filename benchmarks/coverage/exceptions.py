@@ -133,7 +133,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}, "image_token_id": 100},
     "step3p7": {"text_config": {"sliding_window": 8}},
-    "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}},
+    "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4],
+                                       "reshape_hidden_states": False}},
     "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": (16, 32)}}},
     "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -240,16 +241,6 @@ INPUTS: dict[str, dict[str, Any]] = {
         "decoder_input_ids": lambda t: t.tokens(t.batch_size, t.num_tokens, t.config.decoder_config.num_channels),
         "labels": lambda t: t.tokens(t.batch_size * t.config.decoder_config.num_channels, t.num_tokens),
     },
-    "gemma4": {
-        "input_features": None, "input_features_mask": None,
-        "pixel_values": lambda t: t.floats(t.batch_size, 16, 192),
-        "image_position_ids": lambda t: torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(t.batch_size, 1, 1),
-    },
-    "gemma4_unified": {
-        "input_features": None, "input_features_mask": None,
-        "pixel_values": lambda t: t.floats(t.batch_size, 16, 1728),
-        "image_position_ids": lambda t: torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(t.batch_size, 1, 1),
-    },
     "kimi_k25": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 3, 8, 8)},
     "inkling2": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 16, 16, 3)},
     "molmo2": {
@@ -327,6 +318,12 @@ INPUTS: dict[str, dict[str, Any]] = {
         "labels": lambda t: t.tokens(t.batch_size, t.num_tokens + 4),
     },
 }
+for _name, _width in (("gemma4", 192), ("gemma4_unified", 1728)):
+    INPUTS[_name] = {
+        "input_features": None, "input_features_mask": None,
+        "pixel_values": lambda t, width=_width: t.floats(t.batch_size, 16, width),
+        "image_position_ids": lambda t: torch.cartesian_prod(*[torch.arange(4)] * 2).repeat(t.batch_size, 1, 1),
+    }  # fmt: skip
 for _name in ("idefics2", "idefics3", "smolvlm", "modernvbert", "ultravbert"):
     INPUTS[_name] = {"pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size)}
 for _name in ("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"):

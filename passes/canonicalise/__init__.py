@@ -25,6 +25,7 @@ from passes.canonicalise.expert_branches import join_expert_branches
 from passes.canonicalise.expert_gates import join_expert_gates
 from passes.canonicalise.expert_loops import gather_expert_loops
 from passes.canonicalise.expert_rows import expert_linear
+from passes.canonicalise.filled_places import choose_by_mask
 from passes.canonicalise.filled_scalars import fill_scalars
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gathered_experts import name_gathered_experts
@@ -110,6 +111,7 @@ def canonicalise(
     drop_dead_code(module)
     split_cross_entropy(module)
     index_whole_rows(module)
+    choose_by_mask(module)
     gather_expert_loops(module, picked or {}, left_out=left_out)
     join_expert_gates(module)
     join_expert_branches(module)

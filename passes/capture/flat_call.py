@@ -94,6 +94,7 @@ class FlatCall(nn.Module):
             else:
                 outputs = self.with_loss(args, kwargs)
             structure, results = flatten(outputs)
+            _make_scalar(results, ("loss",))
             path = _smallest(results)
             if path is not None:
                 results[path] = watched.checked(results[path])
@@ -133,6 +134,13 @@ def _smallest(tensors: Mapping[Path, torch.Tensor]) -> Path | None:
     """The floating-point tensor with the fewest elements: the loss, where there is one."""
     floating = [path for path, tensor in tensors.items() if tensor.is_floating_point()]
     return min(floating, key=lambda path: tensors[path].numel(), default=None)
+
+
+def _make_scalar(tensors: dict[Path, torch.Tensor], path: Path) -> None:
+    """Let a loss of one element in several dims, from which ``backward`` starts as well, be without any."""
+    loss = tensors.get(path)
+    if loss is not None and loss.dim() and loss.numel() == 1 and loss.is_floating_point() and loss.requires_grad:
+        tensors[path] = loss.reshape(())
 
 
 class _InOrder(dict[Path, Any]):
