@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +69,42 @@ def test_a_count_that_nothing_depends_on_is_announced() -> None:
 def test_numbers_drawn_outside_of_torch_are_refused(draws: str) -> None:
     with pytest.raises(CaptureError, match="would be drawn once"):
         capture(Counting(draws=draws), args=(X,))
+
+
+#: Whether a layer is left out, by a number from [0, 1) → whether that depends on the number.
+SKIPS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "below zero": (lambda: random.random() < 0.0, False),
+    "at least zero": (lambda: random.uniform(0, 1) >= 0, False),
+    "below one": (lambda: random.random() < 1.0, False),
+    "one is above": (lambda: 1.0 > random.uniform(0.0, 1.0), False),  # noqa: SIM300
+    "below a tenth": (lambda: random.random() < 0.1, True),
+    "of another range": (lambda: random.uniform(0, 2) < 0.0, True),
+    "twice": (lambda: 2 * random.random() < 0.0, True),
+    "as a number": (lambda: float(random.random()) < 0.0, True),
+    "of a tensor": (lambda: torch.ones(()) * random.random(), True),
+    "chosen": (lambda: random.choice([True, False]), True),
+}
+
+
+class Skipping(nn.Module):
+    def __init__(self, skips: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.skips = skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if self.skips() is True else self.linear(x)).sum()
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_numbers_that_decide_nothing_may_be_drawn(name: str) -> None:
+    skips, depends = SKIPS[name]
+    model, state, functions = Skipping(skips), random.getstate(), (random.random, random.uniform)
+    with pytest.raises(CaptureError, match="would be drawn once") if depends else contextlib.nullcontext():
+        graph = capture(model, args=(X,))
+        assert ("aten.linear.default" in [node.op for node in graph.nodes]) is (skips() is False)
+    assert (random.random, random.uniform) == functions
+    random.setstate(state)
 
 
 class Halved(torch.autograd.Function):

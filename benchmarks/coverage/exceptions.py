@@ -136,7 +136,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4],
                                        "reshape_hidden_states": False}},
     "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": (16, 32)}}},
-    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200, "acoustic_tokenizer_encoder_config": {"num_filters": 2},
+                      "semantic_tokenizer_encoder_config": {"num_filters": 2}},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip

@@ -44,12 +44,21 @@ def _known(flag: fx.Node) -> bool | None:
         return None
     if not isinstance(args[0], fx.Node) or not _is_drawn(args[0]):
         return None
-    if args[1] == 0 and name in _ABOVE_ZERO and args[0].meta["val"].numel() == 1:
+    return compared(name, args[1], is_single=args[0].meta["val"].numel() == 1)
+
+
+def compared(name: str, bound: float, *, is_single: bool) -> bool | None:
+    """What the comparison ``name`` of what is drawn from [0, 1) with ``bound`` is for all numbers; None if for some.
+
+    Args:
+        is_single: of one number, of which zero is left out.
+    """
+    if bound == 0 and is_single and name in _ABOVE_ZERO:
         return _ABOVE_ZERO[name]
     always, never = _DECIDED[name]
-    if always(args[1]):
+    if always(bound):
         return True
-    return False if never(args[1]) else None
+    return False if never(bound) else None
 
 
 def _is_drawn(node: fx.Node) -> bool:

@@ -1,4 +1,8 @@
-"""Random numbers that a model's forward draws outside of torch: a program would repeat the one that was traced."""
+"""Random numbers that a model's forward draws outside of torch: a program would repeat the one that was traced.
+
+Of Python's random numbers from [0, 1) those may be drawn that are only compared, with a bound that decides it for all
+of them: ``random.uniform(0, 1) < layerdrop`` where that is zero (``drawn_ranges``).
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,68 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
+from passes.capture.drawn_ranges import compared
 from passes.ir.errors import CaptureError
+
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+#: What else may be done with a number.
+_OTHER_USES = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("pow", "rpow", "divmod", "rdivmod", "neg", "pos", "abs", "round", "trunc", "floor", "ceil"),
+    *("float", "int", "index", "complex", "bool", "str", "repr", "format", "hash", "torch_function"),
+)
 
 
 @contextlib.contextmanager
 def no_python_draws() -> Iterator[None]:
-    """Raise CaptureError at the end of the block if it drew from Python's or numpy's random numbers."""
+    """Raise CaptureError, at the latest at the end of the block, if something depends on what it drew."""
     before = _generators()
-    yield
+    functions = random.random, random.uniform
+
+    def uniform(a: float, b: float) -> Any:
+        return _Drawn() if (a, b) == (0, 1) else functions[1](a, b)
+
+    random.random, random.uniform = _Drawn, uniform  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        random.random, random.uniform = functions
     for name, state in _generators().items():
         if name in before and before[name] != state:
-            raise CaptureError(
-                f"forward draws from {name}, which would be drawn once, while tracing, and never again: draw with "
-                "torch (torch.rand), or draw outside and pass the number as an argument"
-            )
+            raise _error(name)
+
+
+class _Drawn:
+    """A number from [0, 1), of which nothing else is known."""
+
+
+def _comparison(name: str) -> Any:
+    def compare(drawn: _Drawn, bound: Any) -> bool:
+        answer = compared(name, bound, is_single=True) if isinstance(bound, (int, float)) else None
+        if answer is None:
+            raise _error("Python's random")
+        return answer
+
+    return compare
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise _error("Python's random")
+
+
+for _name in _OTHER_USES:
+    setattr(_Drawn, f"__{_name}__", _refuse)
+for _name in _COMPARISONS:
+    setattr(_Drawn, f"__{_name}__", _comparison(_name))
+
+
+def _error(name: str) -> CaptureError:
+    return CaptureError(
+        f"forward draws from {name}, which would be drawn once, while tracing, and never again: draw with torch "
+        "(torch.rand), or draw outside and pass the number as an argument"
+    )
 
 
 def _generators() -> dict[str, Any]:
