@@ -141,3 +141,50 @@ def test_a_loss_of_one_element_is_trained_on() -> None:
     """As ``backward`` takes it."""
     torch.manual_seed(0)
     assert planner.verify(LossOfOneElement(), "dp=2", batch={"x": torch.randn(8, 4)}).ok
+
+
+def _set_at(y: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    result = y.clone()
+    result[index] = value
+    return result
+
+
+def best(y: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """The place along a dim of [3, 5, 4] that weights decide, a tensor without dims."""
+    return y.sum([other for other in range(3) if other != dim]).argmax()
+
+
+PLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a row": lambda y: y[best(y)],
+    "a column": lambda y: y[:, best(y, 1)],
+    "from the end": lambda y: y[..., best(y, 2) - 4],
+    "two": lambda y: y[best(y), :, best(y, 2)],
+    "beside numbers and new dims": lambda y: y[None, 1, best(y, 1), None, ::2],
+    "beside a tensor": lambda y: y[best(y), torch.tensor([0, 2, 2])],
+    "each of several": lambda y: torch.stack([y[:, place] for place in y.sum((0, 2)).topk(3)[1]]),
+    "select": lambda y: y.select(-2, best(y, 1)),
+    "narrow": lambda y: torch.narrow(y, 1, best(y, 1).clamp(max=3), 2),
+    "a number written": lambda y: _set_at(y, best(y), 0.5),
+    "a row written": lambda y: _set_at(y, (slice(None), best(y, 1)), y[:, 0].exp()),
+    "a row written, spread": lambda y: _set_at(y, (Ellipsis, best(y, 1), slice(None)), y[0, 0]),
+    "behind a number": lambda y: _set_at(y, (1, best(y, 1)), y[0, 0]),
+    "two written": lambda y: _set_at(y, (best(y), slice(None), best(y, 2)), y.mean()),
+    "from the end, written": lambda y: _set_at(y, (slice(1, 3), best(y, 1) - 5), y[1:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_place_that_weights_decide_is_looked_up(name: str) -> None:
+    check(PLACED[name], 3, 5, 4)
+
+
+def test_a_place_that_the_inputs_decide_is_a_number() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+
+        def forward(self, lengths: torch.Tensor) -> torch.Tensor:
+            return self.weight[:, lengths.max() - 1].square().sum()
+
+    assert "aten.index.Tensor" not in ops(assert_parity(Last(), args=(torch.tensor([2, 4, 1]),)))

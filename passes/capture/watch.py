@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from passes.capture.computed_indices import look_up
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
 from passes.capture.strided_views import StridedViews
@@ -88,6 +89,9 @@ class WatchedForward(TorchFunctionMode):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], _joined(args[1]), *args[2:])
+        is_looked_up, entries = look_up(name, args, kwargs or {}, self._reads.is_settled)
+        if is_looked_up:
+            return entries
         if name == "__bool__":
             check = self._reads.check(args[0])
             if check is not None:
