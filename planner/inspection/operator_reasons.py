@@ -141,7 +141,7 @@ def explain(
         names = operators_named(graph, name)
         cluster = Cluster.from_dict(dict(plan.cluster))
         refuse_unequal(cluster, "what other strategies would cost")
-        return _Explainer(graph, plan, cluster).reasons(name, names, everything=everything)
+        return Explainer(graph, plan, cluster).reasons(name, names, everything=everything)
 
 
 def operators_named(graph: Graph, name: str) -> tuple[str, ...]:
@@ -185,9 +185,11 @@ def _modules(path: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-class _Explainer:
-    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster) -> None:
-        self.graph, self.plan, self.cluster = graph, plan, cluster
+class Explainer:
+    """Explains operators of one plan; ``states_stay``: other strategies leave parameters and buffers where they are."""
+
+    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, *, states_stay: bool = False) -> None:
+        self.graph, self.plan, self.cluster, self.states_stay = graph, plan, cluster, states_stay
         self.ledger: ObjectiveLedger = objective_ledger(graph, plan, cluster)
         #: Axes on which there is nothing to choose: those that divide the samples of a whole step.
         self.settled = (DATA, EXPERT) if plan.step.decides_units else ()
@@ -204,9 +206,13 @@ class _Explainer:
     def reasons(self, name: str, names: Sequence[str], *, everything: bool) -> PlanReasons:
         firsts = list(dict.fromkeys(self.first.get(node, node) for node in names))
         searched = firsts if everything or len(firsts) <= MAX_SEARCHED else []
-        program = sharding_program(self.graph, self.plan, self.cluster, self.ledger.priced.walk) if searched else None
+        program = self._program() if searched else None
         operators = tuple(self._reason(self.nodes[first], program, everything=everything) for first in firsts)
         return PlanReasons(name, self.ledger.objective, operators, self._prices(set(firsts)))
+
+    def _program(self) -> ShardingProgram | None:
+        walk = self.ledger.priced.walk
+        return sharding_program(self.graph, self.plan, self.cluster, walk, states_stay=self.states_stay)
 
     # -- what there is ------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from planner.auditing.graph_walk import GraphWalk
 from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.sharding_ilp.assignment import Assignment, complete
 from planner.sharding_ilp.bundles import bundles_of
-from planner.sharding_ilp.constraints import user_constraints
+from planner.sharding_ilp.constraints import keep_plan, user_constraints
 from planner.sharding_ilp.explain import ShardingDemands, restricted
 from planner.sharding_ilp.lattice import Lattices
 from planner.sharding_ilp.options import OperatorChoices, Option
@@ -94,13 +94,21 @@ class ShardingProgram:
         return reprice(self.graph, dataclasses.replace(other, mesh=plan.mesh, fusion=plan.fusion), self.cluster)
 
 
-def sharding_program(graph: Graph, plan: Plan, cluster: Cluster, walk: GraphWalk) -> ShardingProgram | None:
+def sharding_program(
+    graph: Graph, plan: Plan, cluster: Cluster, walk: GraphWalk, *, states_stay: bool = False
+) -> ShardingProgram | None:
     """The program of ``plan``'s layout, None if nothing divides; ``walk`` is of the plan.
+
+    Args:
+        states_stay: of a plan on a mesh: parameters and buffers lie where the plan has them.
 
     Raises:
         ValueError: if the graph does not repeat the blocks of the plan.
     """
-    posed = _of_step(graph, plan, cluster) if plan.step.decides_units else _of_mesh(graph, plan, cluster)
+    if plan.step.decides_units:
+        posed = _of_step(graph, plan, cluster)
+    else:
+        posed = _of_mesh(graph, plan, cluster, states_stay=states_stay)
     if posed is None:
         return None
     ilp, pricing, lattices = posed
@@ -130,14 +138,20 @@ def _of_step(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, P
     return variant.ilp, variant.pricing, Lattices(variant.pricing)
 
 
-def _of_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, Pricing, Lattices] | None:
+def _of_mesh(
+    graph: Graph, plan: Plan, cluster: Cluster, *, states_stay: bool
+) -> tuple[ShardingIlp, Pricing, Lattices] | None:
     mesh, pins = plan.mesh, plan.constraints
+    held = {path: state.placement for path, state in plan.states.items()} if states_stay else {}
     pricing = Pricing(CostModel(cluster, mesh.as_dict()), mesh, bundles_of(graph))
     offers = OperatorChoices(graph.values, rule_for=rule_for, flops_of=forward_flops)
-    problem = build_structure(graph, folded_runs(graph, plan.blocks) or (), mesh)
-    fill_options(problem, pricing, offers=offers, bound_frozen=bool(pins))
+    problem = build_structure(graph, folded_runs(graph, plan.blocks) or (), mesh, pinned_states=held)
+    fill_options(problem, pricing, offers=offers, bound_frozen=bool(pins) or states_stay)
     forbidden = tuple(plan.certificate.demands.get("forbid_collectives", ()))
-    narrowed = restricted(problem, ShardingDemands(tuple(user_constraints(problem, mesh, pins)), forbidden))
+    demanded = user_constraints(problem, mesh, pins)
+    if states_stay:
+        demanded.append(keep_plan(problem, dataclasses.replace(plan, inputs={}, nodes={})))
+    narrowed = restricted(problem, ShardingDemands(tuple(demanded), forbidden))
     if narrowed is None:
         return None
     lattices = Lattices(pricing, frozenset(forbidden))
