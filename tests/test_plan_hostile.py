@@ -22,8 +22,8 @@ from passes.emit.quoting import comment, docstring, literal
 from passes.ir.types import MeshShape
 from passes.pipeline_cut import step_programs
 from passes.plan import Plan
-from passes.plan.serving import ServingPlan
 from passes.plan.plan_grammar import GRAMMARS
+from passes.plan.serving import ServingPlan
 from passes.shard import shard
 from tests.emit_cases import between_copies_plan, step_plan
 from tests.hand_plan import mlp_graph
