@@ -18,7 +18,8 @@ from passes.repeats.repeated_blocks import folded_runs
 from passes.rules import forward_flops, rule_for
 from planner.auditing.graph_walk import GraphWalk
 from planner.auditing.repriced_step import RepricedStep, reprice
-from planner.sharding_ilp.assignment import Assignment, complete
+from planner.inspection.objective_ledger import StageShares
+from planner.sharding_ilp.assignment import Assignment, Conversion, complete
 from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.constraints import keep_plan, user_constraints
 from planner.sharding_ilp.explain import ShardingDemands, restricted
@@ -26,14 +27,14 @@ from planner.sharding_ilp.lattice import Lattices
 from planner.sharding_ilp.options import OperatorChoices, Option
 from planner.sharding_ilp.plan_of_assignment import make_plan
 from planner.sharding_ilp.sharding_prices import Pricing
-from planner.sharding_ilp.sharding_problem import Element, Problem, build_structure
+from planner.sharding_ilp.sharding_problem import Element, Problem, ValueStream, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
 from planner.sharding_ilp.space import fill_options
 from planner.solvers.pulp_solver import HIGHS
-from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.costs.fusion import fuse
-from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import Cut, ShardingSpace, solved_sharding
+from planner.whole_step.costs.stage_devices import conversion_at, level_one_of, option_at
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from planner.whole_step.costs.unit_costs import StepUnits
 
@@ -45,6 +46,7 @@ class ShardingProgram:
     Attributes:
         chosen: by element, the option that the plan takes; elements whose option is not among those of the program
             (it was found under other prices of bytes) are left out.
+        space: what shardings of a step are made of, None on a given mesh.
     """
 
     graph: Graph
@@ -54,6 +56,7 @@ class ShardingProgram:
     pricing: Pricing
     lattices: Lattices
     chosen: dict[str, Option]
+    space: ShardingSpace | None = None
 
     @property
     def problem(self) -> Problem:
@@ -74,6 +77,18 @@ class ShardingProgram:
             return None
         changed = [complete(self.problem, {**self.chosen, element: option}, self.lattices) for option in options]
         return min((each for each in changed if each is not None), key=lambda each: each.seconds, default=None)
+
+    def option_on(self, stage: StageShares, element: Element, option: Option) -> Option:
+        """An option at the prices of a stage's devices."""
+        if not self.plan.step.stage_devices or self.space is None or stage.pricing is None:
+            return option
+        return option_at(self.space, stage.pricing, element, option)
+
+    def conversion_on(self, stage: StageShares, stream: ValueStream, item: Conversion) -> Conversion:
+        """A conversion at the prices of a stage's devices."""
+        if not self.plan.step.stage_devices or stage.pricing is None:
+            return item
+        return conversion_at(stage.pricing, stream, item)
 
     def priced(self, assignment: Assignment) -> RepricedStep:
         """The plan's step under another sharding.
@@ -105,25 +120,32 @@ def sharding_program(
     Raises:
         ValueError: if the graph does not repeat the blocks of the plan.
     """
+    space = None
     if plan.step.decides_units:
-        posed = _of_step(graph, plan, cluster)
+        space = _space_of_step(graph, plan)
+        posed = _of_step(space, plan, cluster)
     else:
         posed = _of_mesh(graph, plan, cluster, states_stay=states_stay)
     if posed is None:
         return None
     ilp, pricing, lattices = posed
-    return ShardingProgram(graph, plan, cluster, ilp, pricing, lattices, _chosen(ilp.problem, plan, walk))
+    return ShardingProgram(graph, plan, cluster, ilp, pricing, lattices, _chosen(ilp.problem, plan, walk), space)
 
 
-def _of_step(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, Pricing, Lattices] | None:
-    step, sizes = plan.step, plan.step.axes
-    space = ShardingSpace.of(
+def _space_of_step(graph: Graph, plan: Plan) -> ShardingSpace:
+    step = plan.step
+    return ShardingSpace.of(
         graph,
         fusion=fuse(graph) if step.compiled else None,
         pins=plan.constraints,
         blocks=folded_runs(graph, plan.blocks),
         overlap_tensor=step.overlap_tensor,
     )
+
+
+def _of_step(space: ShardingSpace, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, Pricing, Lattices] | None:
+    """In weighted seconds if devices are unequal, as the search has it."""
+    step, sizes = plan.step, plan.step.axes
     step_units = StepUnits.of(space, compiled=step.compiled, offload=step.offloads_activations)
     if CHUNKED_LOSS in step.recompute:
         space.unconverted = step_units.logits
@@ -131,7 +153,8 @@ def _of_step(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, P
     order = tuple(axis for axis in sizes if axis != EXPERT)
     layout = MeshLayout(sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order, experts)
     cut = Cut(sizes[DATA] * step.num_microbatches, sizes[CONTEXT], sizes[TENSOR], experts)
-    sharded = LevelOne(cluster, space, step_units).sharded(cut, layout, Links.of(cluster, layout))
+    level_one = level_one_of(cluster, space, step_units)
+    sharded = level_one.sharded(cut, layout, level_one.links_on(layout))
     if sharded is None:
         return None
     variant = sharded.variant
