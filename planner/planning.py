@@ -216,7 +216,7 @@ def plan(
                 hardware,
                 demands,
                 config=config_of(model),
-                config_name=_config_name(model),
+                config_name=config_name_of(model),
                 progress=progress,
             )
         else:
@@ -232,7 +232,7 @@ def plan(
                 progress=progress,
                 write_lp=write_lp,
             )
-    return dataclasses.replace(decided, fusion=planned.fusion, config_name=_config_name(model))
+    return dataclasses.replace(decided, fusion=planned.fusion, config_name=config_name_of(model))
 
 
 def graph_to_plan(
@@ -285,7 +285,7 @@ def config_of(model: Any) -> Any:
     return getattr(model, "config", None)
 
 
-def _config_name(model: Any) -> str:
+def config_name_of(model: Any) -> str:
     """``model`` if it is a name in the config library, else an empty string."""
     if not isinstance(model, str):
         return ""

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster
 from passes.ir.types import MeshShape, local_shape
-from passes.plan.text_tables import format_bytes
+from passes.plan.serving import ServingPlan
 
 if TYPE_CHECKING:
     import torch
@@ -19,66 +18,8 @@ if TYPE_CHECKING:
     from cost_models.hardware import Device
     from passes.ir.graph import Graph, Value
     from passes.plan import Plan
+    from planner.graph_cache.planned_graph import PlannedGraph
     from runtime.generation.cache_layout import CacheTensor
-
-
-@dataclass(frozen=True)
-class ServingPlan:
-    """One placement of the weights, and the programs of a prompt and of a token over it.
-
-    Attributes:
-        prompt, token: their plans; the cache is among the token plan's ``states``.
-        weight_bytes, cache_bytes: on each device.
-        first_token_bound, token_bound: seconds that no placement on this mesh can beat: each weight of a matrix product
-            is read once, and (for a token) the cache, and multiplied by at the devices' peak; experts, looked-up
-            embeddings and attention are left out.
-    """
-
-    mesh: MeshShape
-    batch: int
-    prompt_len: int
-    new_tokens: int
-    prompt: Plan
-    token: Plan
-    weight_bytes: int
-    cache_bytes: int
-    first_token_bound: float
-    token_bound: float
-
-    @property
-    def first_token_seconds(self) -> float:
-        return self.prompt.costs.total
-
-    @property
-    def token_seconds(self) -> float:
-        """Of one token for each sample."""
-        return self.token.costs.total
-
-    @property
-    def device_bytes(self) -> int:
-        """Of weights and cache on each device."""
-        return self.weight_bytes + self.cache_bytes
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole answer."""
-        return self.first_token_seconds + max(0, self.new_tokens - 1) * self.token_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens of all samples together."""
-        return self.batch * self.new_tokens / self.seconds
-
-    def summary(self) -> str:
-        """The figures for people."""
-        most = self.batch * self.new_tokens / (self.first_token_bound + (self.new_tokens - 1) * self.token_bound)
-        return (
-            f"{self.token.model} on {self.mesh}: {self.batch} × ({self.prompt_len} + {self.new_tokens}) tokens\n"
-            f"  first token  {1e3 * self.first_token_seconds:.3f} ms (bound {1e3 * self.first_token_bound:.3f} ms)\n"
-            f"  each token   {1e3 * self.token_seconds:.3f} ms (bound {1e3 * self.token_bound:.3f} ms)\n"
-            f"  throughput   {self.tokens_per_second:,.0f} tokens/s (bound {most:,.0f})\n"
-            f"  on a device  {format_bytes(self.weight_bytes)} weights, {format_bytes(self.cache_bytes)} cache\n"
-        )
 
 
 def plan_serving(
@@ -104,8 +45,7 @@ def plan_serving(
         ValueError: for sizes below one or beyond the model's positions, a model that does not generate over such a
             cache, and one that does not fit.
     """
-    from planner.planning import as_cluster, as_mesh_shape, as_module
-    from runtime.generation.hugging_face_loop import check_generates
+    from planner.planning import as_cluster, as_mesh_shape, config_name_of
 
     for name, value in {"prompt_len": prompt_len, "new_tokens": new_tokens, "batch": batch}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -115,12 +55,8 @@ def plan_serving(
     shape = MeshShape(("tp",), (hardware.num_devices,)) if shape is None else shape
     if "pp" in shape.names:
         raise ValueError("generation is priced on a mesh without a pipeline: drop pp")
-    module = as_module(model, dtype=dtype).eval()
-    if not callable(getattr(module, "generate", None)):
-        raise ValueError(f"{type(module).__name__} has no generate: give a language model")
-    check_generates(module)
-    _check_positions(module.config, prompt_len, new_tokens)
-    phases = _Phases(module, hardware, shape, prompt_len, new_tokens, batch)
+    phases = Phases(generating_module(model, dtype=dtype), hardware, shape, prompt_len, new_tokens, batch)
+    phases.check_positions()
     plans = [plan for tokens in phases.forward_lengths for plan in phases.priced(tokens)]
     room = hardware.device.usable_bytes
     fitting = [plan for plan in plans if plan.device_bytes <= room]
@@ -129,7 +65,28 @@ def plan_serving(
             f"{min(plan.device_bytes for plan in plans) / 2**30:.1f} GiB of weights and cache do not fit in the "
             f"{room / 2**30:.1f} GiB of a device: use more devices, fewer samples or shorter answers"
         )
-    return fastest(fitting)
+    best, name = fastest(fitting), config_name_of(model)
+    return dataclasses.replace(
+        best,
+        prompt=dataclasses.replace(best.prompt, config_name=name),
+        token=dataclasses.replace(best.token, config_name=name),
+    )
+
+
+def generating_module(model: Any, *, dtype: str | None) -> torch.nn.Module:
+    """The module of a model that generates over a cache.
+
+    Raises:
+        ValueError: for one that does not.
+    """
+    from planner.planning import as_module
+    from runtime.generation.hugging_face_loop import check_generates
+
+    module = as_module(model, dtype=dtype).eval()
+    if not callable(getattr(module, "generate", None)):
+        raise ValueError(f"{type(module).__name__} has no generate: give a language model")
+    check_generates(module)
+    return module
 
 
 def _check_positions(config: Any, prompt_len: int, new_tokens: int) -> None:
@@ -143,7 +100,7 @@ def _check_positions(config: Any, prompt_len: int, new_tokens: int) -> None:
         check_positions(config, prompt_len + new_tokens - 1, "prompt_len + new_tokens - 1 =")
 
 
-class _Phases:
+class Phases:
     """The calls of a model in generation, as graphs on one mesh."""
 
     def __init__(
@@ -158,6 +115,10 @@ class _Phases:
                 f"{type(module).__name__} begins with {module.main_input_name}, not with tokens: not priced"
             )
         self.encoder_shape = (batch, prompt_len, int(config.hidden_size)) if self.has_encoder else None
+
+    def check_positions(self) -> None:
+        """Raise ValueError for samples that are longer than the model's positions."""
+        _check_positions(self.module.config, self.prompt_len, self.new_tokens)
 
     @property
     def forward_lengths(self) -> tuple[int, ...]:
@@ -184,20 +145,29 @@ class _Phases:
             if memory_limit == self.cluster.device.usable_bytes:
                 raise
             return None  # weights that cannot be shared equally
-        tensors, prompt_graph, token_graph = self.phases
+        tensors, prompt, token = self.planned
         whole_cache = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
         return ServingPlan(
             self.mesh,
             self.batch,
             self.prompt_len,
             self.new_tokens,
-            self._pinned(prompt_graph, base, tensors),
-            self._pinned(token_graph, base, tensors),
+            self._pinned(prompt, base, tensors),
+            self._pinned(token, base, tensors),
             _weight_bytes(base),
             bytes_of(tensors, base),
-            first_token_bound=self._bound(prompt_graph, 0),
-            token_bound=self._bound(token_graph, whole_cache),
+            first_token_bound=self._bound(self.phases[1], 0),
+            token_bound=self._bound(self.phases[2], whole_cache),
         )
+
+    @functools.cached_property
+    def planned(self) -> tuple[tuple[CacheTensor, ...], PlannedGraph, PlannedGraph]:
+        """The cache, and the graphs of a prompt and of a token as they are planned: with fused operators."""
+        from planner.fusing import fused_for_planning
+        from planner.graph_cache.planned_graph import PlannedGraph
+
+        tensors, prompt, token = self.phases
+        return tensors, PlannedGraph(*fused_for_planning(prompt)), PlannedGraph(*fused_for_planning(token))
 
     @functools.cached_property
     def phases(self) -> tuple[tuple[CacheTensor, ...], Graph, Graph]:
@@ -236,16 +206,15 @@ class _Phases:
             return {"input_ids": self._tokens(self.prompt_len), "decoder_input_ids": self._tokens(1)}
         return {"input_ids": self._tokens(tokens)}
 
-    def _pinned(self, graph: Graph, base: Plan, tensors: tuple[CacheTensor, ...]) -> Plan:
+    def _pinned(self, planned: PlannedGraph, base: Plan, tensors: tuple[CacheTensor, ...]) -> Plan:
         """The plan of a graph over the weights as ``base`` places them, and the cache as ranks hold it."""
-        from passes.fuse import as_planned
         from planner.planning import plan_graph
         from runtime.execution.replanning import as_seen_by
         from runtime.generation.cache_layout import planned_buffers
 
         pinned = dataclasses.replace(base, states={**base.states, **planned_buffers(tensors, base)})
-        fused = as_planned(graph, base)
-        return plan_graph(fused, self.cluster, mesh=self.mesh, pinned=as_seen_by(fused, pinned))
+        plan = plan_graph(planned.graph, self.cluster, mesh=self.mesh, pinned=as_seen_by(planned.graph, pinned))
+        return dataclasses.replace(plan, fusion=planned.fusion)
 
 
 def _weight_bytes(plan: Plan) -> int:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import planner
-from passes.plan import Plan
+from passes.plan import Plan, serving
 from planner.cli import command, main
 from planner.cli.progress import describe, progress_bar
 from planner.cli.shared_options import read_choices
@@ -223,7 +223,7 @@ def test_an_error_of_our_own_is_one_line_that_says_how_to_see_more(
     def broken(path: str) -> Plan:
         raise KeyError("tp\x1b[31m\n")
 
-    monkeypatch.setattr(Plan, "load", broken)
+    monkeypatch.setattr(serving, "read_any_plan", broken)
     assert main(["show", "plan.json"]) == 2
     error = capsys.readouterr().err
     assert "KeyError" in error and "MESHWRIGHT_TRACEBACK=1" in error and error[:-1].isprintable()

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cost_models.files import read_json, write_text
 from cost_models.records import from_plain
 from cost_models.short_text import fold
 from cost_models.text import printable, printable_lines
-from passes.plan.plan_checks import check_placements, check_step, check_structure
+from passes.plan.plan_checks import OtherKindOfPlan, check_plan, check_version
 from passes.plan.plan_data import PLAN_VERSION, PlanData
 from passes.plan.plan_grammar import check_grammar
 from passes.plan.plan_summary import summarise
 from passes.plan.step_summary import brief_step, headline
 from passes.plan.text_tables import format_seconds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,11 +119,7 @@ class Plan(PlanData):
             ValueError: if the file is missing, is not JSON, is not a plan of this version, or has a name or a number in
                 it that no plan can have.
         """
-        data = read_json(path, what="plan file")
-        try:
-            return Plan.from_dict(data)
-        except ValueError as error:
-            raise ValueError(f"plan file {printable(str(path))} is corrupted or not a plan: {error}") from error
+        return read_plan_file(path, Plan.from_dict)
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
@@ -130,16 +129,23 @@ class Plan(PlanData):
             ValueError: if a field is missing, unknown, of the wrong kind or against its grammar, or types do not fit
                 the mesh.
         """
-        if not isinstance(data, dict):
-            raise ValueError(f"expected a JSON object, got {type(data).__name__}")
-        if data.get("version") != PLAN_VERSION:
-            raise ValueError(
-                f"plan version {data.get('version')!r} is not supported: this program reads version {PLAN_VERSION}; "
-                "plan again"
-            )
+        check_version(data, PLAN_VERSION)
         plan = from_plain(Plan, data, where="plan")
         check_grammar(plan)
-        check_structure(plan)
-        check_placements(plan)
-        check_step(plan)
+        check_plan(plan)
         return plan
+
+
+def read_plan_file(path: str | Path, from_dict: Callable[[Any], T]) -> T:
+    """What ``from_dict`` makes of a plan file's content, its errors with the file's name.
+
+    Raises:
+        ValueError: if the file is missing or is not JSON, and as ``from_dict``.
+    """
+    data = read_json(path, what="plan file")
+    try:
+        return from_dict(data)
+    except OtherKindOfPlan as error:
+        raise ValueError(f"plan file {printable(str(path))} {error}") from error
+    except ValueError as error:
+        raise ValueError(f"plan file {printable(str(path))} is corrupted or not a plan: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from passes.ir.conversions import exists, step_between
 from passes.ir.types import parse_type
@@ -14,6 +15,42 @@ MAX_TOLERANCE = 1e-3
 #: More are no batch of anybody's; each takes time and memory to plan around.
 MAX_MICROBATCHES = 2**20
 MAX_ELEMENTS = 2**62
+#: ``kind`` in the file of a plan of generating text; the file of a step's plan has none.
+SERVING = "serving"
+
+
+class OtherKindOfPlan(ValueError):
+    """A plan file of the kind that was not asked for; the message continues one that names the file."""
+
+
+def check_version(data: Any, version: int, *, kind: str | None = None, where: str = "plan") -> None:
+    """``data`` is a table of this kind and version of plan.
+
+    Raises:
+        OtherKindOfPlan: if it is of the other kind.
+        ValueError: if it is no table, or of another version.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"expected a JSON object, got {type(data).__name__}")
+    if data.get("kind") != kind and SERVING in (data.get("kind"), kind):
+        raise OtherKindOfPlan(
+            "is of a training step, and one of generating text is needed: planner plan --serve makes those"
+            if kind == SERVING
+            else "is of generating text (planner plan --serve), and one of a training step is needed: planner show, "
+            "diff, explain and report take both"
+        )
+    if data.get("version") != version:
+        raise ValueError(
+            f"{where} version {data.get('version')!r} is not supported: this program reads version {version}; "
+            "plan again"
+        )
+
+
+def check_plan(plan: PlanData) -> None:
+    """Whatever holds in every plan of a step."""
+    check_structure(plan)
+    check_placements(plan)
+    check_step(plan)
 
 
 def check_structure(plan: PlanData) -> None:

@@ -17,6 +17,7 @@ from cost_models.dtypes import ITEM_SIZE
 from cost_models.schedules import SCHEDULES
 from passes.ir.conversions import COLLECTIVES
 from passes.ir.types import AXIS_NAME
+from passes.plan.plan_checks import SERVING
 from passes.plan.step_plan import ACTIVATIONS, ALL, CHUNKED_LOSS, ON_HOST, OPTIMIZER
 
 Grammar = Callable[[str], bool]
@@ -56,6 +57,7 @@ RECOMPUTE = _one_of("none", "regather", "selective", "full", CHUNKED_LOSS, ON_HO
 GRAMMARS: Mapping[str, tuple[Grammar, str]] = {
     "Plan.fingerprint": (_pattern(r"[\w-]{0,64}"), "a hash"),
     "Plan.config_name": (_pattern(r"[\w.-]{0,64}"), "a name of the config library"),
+    "ServingPlan.kind": (_one_of(SERVING), repr(SERVING)),
     "MeshShape.names": (AXIS, "the name of a mesh axis"),
     "TensorPlan.dtype": (DTYPE, "a dtype"),
     "TensorPlan.placement": (TYPE, "one of R, I, P and S(dim)"),

@@ -20,12 +20,12 @@ def summarise(plan: PlanData, *, operators: bool = False) -> str:
         *summarise_step(plan, plan.step),
         _blocks(plan),
         _fusion(plan),
-        _tensors("Inputs", plan, plan.inputs),
-        _tensors(_states_title(plan), plan, plan.states),
-        _tensors("Outputs", plan, plan.outputs),
-        _collectives(plan),
+        tensor_table("Inputs", plan, plan.inputs),
+        tensor_table(_states_title(plan), plan, plan.states),
+        tensor_table("Outputs", plan, plan.outputs),
+        collective_table(plan, f"Collectives in one step{_of_stages(plan)}"),
         _costs(plan),
-        _operators(plan) if operators else "",
+        operator_table(plan) if operators else "",
     ]
     # Names are a model's or a file's.
     return printable_lines("\n\n".join(part for part in parts if part) + "\n")
@@ -65,7 +65,7 @@ def _states_title(plan: PlanData) -> str:
     )
 
 
-def _tensors(title: str, plan: PlanData, tensors: dict[str, TensorPlan]) -> str:
+def tensor_table(title: str, plan: PlanData, tensors: dict[str, TensorPlan]) -> str:
     """One line for all tensors whose names differ in layer numbers alone."""
     groups: dict[tuple[str, ...], int] = {}
     for path, tensor in tensors.items():
@@ -87,13 +87,16 @@ def _uneven(tensor: TensorPlan, mesh: MeshShape) -> str:
     return ",".join(parts)
 
 
-def _collectives(plan: PlanData) -> str:
+def _of_stages(plan: PlanData) -> str:
+    return " (of one rank of every stage, together)" if plan.step.axes.get("pp", 1) > 1 else ""
+
+
+def collective_table(plan: PlanData, title: str) -> str:
+    """What collectives are issued, how often, and their bytes."""
     rows = [
         [item.collective, item.axis, item.phase, f"{item.count:,}", format_bytes(item.num_bytes)]
         for item in plan.collectives
     ]
-    several = " (of one rank of every stage, together)" if plan.step.axes.get("pp", 1) > 1 else ""
-    title = f"Collectives in one step{several}"
     return format_table(title, ("collective", "axis", "phase", "count", "bytes"), rows)
 
 
@@ -109,10 +112,11 @@ def _costs(plan: PlanData) -> str:
     return format_table(title, ("", "forward", "backward"), rows)
 
 
-def _operators(plan: PlanData) -> str:
+def operator_table(plan: PlanData, title: str = "Operators") -> str:
+    """One line for each operator (of a block: of its first copy)."""
     rows = [
         [key, ", ".join(node.strategy), " ".join(describe(p, plan.mesh) for p in node.outputs)]
         for key, node in plan.nodes.items()
     ]
     header = ("operator", f"strategy ({', '.join(plan.mesh.names)})", "output")
-    return format_table("Operators", header, rows)
+    return format_table(title, header, rows)

@@ -38,7 +38,7 @@ def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
     """The parts of the text, in order."""
     return [
         _headline(plan, step),
-        _layout(plan, step),
+        layout_table(plan, step),
         _batch(step),
         stage_table(step, plan.blocks) if step.decides_units else "",
         memory_table(step),
@@ -154,7 +154,8 @@ def seq_len_of(plan: PlanData) -> int | None:
     return next((length for _, length in ids), None)
 
 
-def _layout(plan: PlanData, step: StepPlan) -> str:
+def layout_table(plan: PlanData, step: StepPlan) -> str:
+    """The axes of a mesh with the links that they run on."""
     rows = []
     stride = step.num_devices
     for axis, size in step.axes.items():
@@ -292,17 +293,21 @@ def _more(other: float, ours: float) -> str:
 
 
 def _search(plan: PlanData, step: StepPlan) -> str:
-    certificate = plan.certificate
     counts = "; ".join(f"{name} {count:,}" for name, count in step.search.items())
+    lines = ["Certificate", *(f"  {line}" for line in certificate_lines(plan, step))]
+    return "\n".join([*lines, f"  layouts × micro-batches × schedules: {counts}"] if counts else lines)
+
+
+def certificate_lines(plan: PlanData, step: StepPlan) -> list[str]:
+    """The objective with its bound, and the size of the program that was solved."""
+    certificate = plan.certificate
     program = "stages" if step.decides_units else "shardings"
-    lines = [
-        "Certificate",
-        f"  objective {format_seconds(certificate.objective)}, no plan takes less than "
+    return [
+        f"objective {format_seconds(certificate.objective)}, no plan takes less than "
         f"{format_seconds(certificate.bound)}: gap {certificate.gap:.3%} ({certificate.status})",
-        f"  {certificate.solver}; {program}: {counted(certificate.num_variables, 'variable')}, "
+        f"{certificate.solver}; {program}: {counted(certificate.num_variables, 'variable')}, "
         f"{counted(certificate.num_constraints, 'constraint')}",
     ]
-    return "\n".join([*lines, f"  layouts × micro-batches × schedules: {counts}"] if counts else lines)
 
 
 def _alternatives(step: StepPlan) -> str:

@@ -31,7 +31,7 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from passes.plan.step_plan import ChunkPlan, GroupPlan, RankMemory, StepPlan
 from planner.auditing.graph_walk import GraphWalk, walk_graph
-from planner.auditing.unit_prices import StateOfUnit, UnitPrices
+from planner.auditing.unit_prices import PricedStage, StateOfUnit, UnitPrices
 from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.candidates.mesh_layout import REPLICAS, Links, MeshLayout
@@ -61,7 +61,8 @@ class RepricedStep:
         units: figures of the model's units, None on a given mesh; ``unit_of_layer``: by chunk and layer of ``step``,
             the place of its unit among them.
         extrapolation: how far prices reach beyond what was measured; None where nothing was.
-        usable: of unequal devices, by pipeline rank the memory that tensors can use on each.
+        usable: of unequal devices, by pipeline rank the memory that tensors can use on each; ``on_ranks``: the walk and
+            units at the prices of each rank's devices.
     """
 
     seconds: StepSeconds
@@ -73,6 +74,7 @@ class RepricedStep:
     unit_of_layer: tuple[tuple[int, ...], ...] = ()
     extrapolation: Extrapolation | None = None
     usable: tuple[float, ...] = ()
+    on_ranks: tuple[PricedStage, ...] = ()
 
     def simulated(self) -> StepReport:
         """The same step played by the simulator."""
@@ -141,6 +143,7 @@ class _StepPricer:
         )
         self.walked = walk_graph(graph, dataclasses.replace(plan, mesh=mesh), pricing)
         self.units = UnitPrices(graph, plan, pricing, self.walked, compiled=step.compiled)
+        self.as_stage = PricedStage(self.walked, self.units)
         self.tied_apart = self.layout.pipeline > 1
         joins_ends = SCHEDULES[self.schedule].placement == "vee"
         self.states = self.units.states(tied_apart=self.tied_apart, joins_ends=joins_ends)
@@ -169,6 +172,7 @@ class _StepPricer:
         return RepricedStep(
             step_seconds(step), memory, parts, step, self.walked, self.units, placed, self.extrapolation,
             usable=tuple(each.usable_bytes for each in self.on_ranks),
+            on_ranks=tuple(each.as_stage for each in self.on_ranks),
         )  # fmt: skip
 
     # -- memory by part -----------------------------------------------------------------------------------------

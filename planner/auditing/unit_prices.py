@@ -362,3 +362,11 @@ class UnitPrices:
                     yield from self._readers(value)
             elif user in self.place:
                 yield user
+
+
+@dataclass(frozen=True, eq=False)
+class PricedStage:
+    """A walk of the whole graph and its units (None on a given mesh), at the prices of a pipeline stage's devices."""
+
+    walk: GraphWalk
+    units: UnitPrices | None

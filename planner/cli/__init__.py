@@ -152,10 +152,10 @@ def _add_demo(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from passes.plan import Plan
+    from passes.plan.serving import read_any_plan
     from passes.plan.text_tables import format_list
 
-    plan = Plan.load(options.plan)
+    plan = read_any_plan(options.plan)
     print(plan.summary(operators=options.operators), end="")
     if options.price is not None or options.tokens is not None:
         from planner.inspection.running_cost import cost_lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models.text import printable, printable_lines
@@ -32,6 +33,7 @@ def add_report(commands: Any) -> None:
         examples=[
             "planner report plan.json -o plan.html --price 2.5",
             "planner report plan.json -o plan.html --emit --robustness --compare megatron,fsdp",
+            "planner report serving.json -o serving.html --price 2.5",
         ],
     )
     add_plan_argument(parser)
@@ -108,6 +110,7 @@ def add_explain(commands: Any) -> None:
         examples=[
             "planner explain plan.json model.layers.3.mlp.down_proj",
             "planner explain plan.json 'model.layers.*.mlp' --all",
+            "planner explain serving.json lm_head",
         ],
     )
     add_plan_argument(parser)
@@ -132,21 +135,34 @@ def add_robustness(commands: Any) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from cost_models.files import check_writable, read_text, write_text
-    from passes.plan import Plan
-    from planner.inspection.html_report.report_page import report_page
+    from cost_models.files import check_writable, read_text
+    from passes.plan.serving import ServingPlan, read_any_plan
 
     path = check_writable(options.output)
     refuse_over_plan(options.output, options.plan)
     if options.emit and options.source is not None:
         raise ValueError("--emit shows the plan's own programs, --source another file: drop one of them")
     source = None if options.source is None else read_text(options.source, what="emitted program")
-    plan = Plan.load(options.plan)
-    additions = _additions(plan, options)
-    page = report_page(plan, device_hour_price=options.price, **{"source": source, **additions})
-    write_text(path, page)
+    plan = read_any_plan(options.plan)
+    if isinstance(plan, ServingPlan):
+        _refuse_additions(options)
+        plan.report(path, device_hour_price=options.price)
+    else:
+        _report_of_step(plan, path, options, source)
     print(f"wrote {printable(str(path))}")
     return 0
+
+
+def _report_of_step(plan: Plan, path: Path, options: argparse.Namespace, source: str | None) -> None:
+    additions = {"source": source, **_additions(plan, options)}
+    plan.report(path, device_hour_price=options.price, **additions)
+
+
+def _refuse_additions(options: argparse.Namespace) -> None:
+    """Raise ValueError for what the report of a plan of generating text does not show."""
+    for name in ("source", "emit", "robustness", "compare"):
+        if getattr(options, name):
+            raise ValueError(f"--{name} is of plans of a training step, and this is one of generating text: drop it")
 
 
 def _additions(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
@@ -180,10 +196,10 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from passes.plan import Plan
-    from planner.inspection.plan_difference import difference
+    from passes.plan.serving import read_any_plan
+    from planner.inspection.serving_difference import difference_of
 
-    changes = difference(Plan.load(options.first), Plan.load(options.second))
+    changes = difference_of(read_any_plan(options.first), read_any_plan(options.second))
     print(printable_lines(changes.table(all_rows=options.all)))
     return 0
 
@@ -214,10 +230,10 @@ def _why_not(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from passes.plan import Plan
-    from planner.inspection.operator_reasons import explain
+    from passes.plan.serving import read_any_plan
 
-    reasons = explain(Plan.load(options.plan), options.name, model=read_model(options.model), everything=options.all)
+    plan = read_any_plan(options.plan)
+    reasons = plan.explain(options.name, model=read_model(options.model), everything=options.all)
     print(printable_lines(reasons.table()))
     return 0
 

@@ -21,7 +21,7 @@ ISLANDS = frozenset(("loss_budget", "inner_steps", "wire_format", "synchronous_s
 CACHING = frozenset(("cache_memory", "cache_disk", "cache_speed"))
 
 #: What may be set beside ``--serve``, beside a cluster of islands, and beside ``--freeze``.
-TAKEN_BY_SERVING = _MODEL | SERVING | {"cluster", "mesh", "unequal"}
+TAKEN_BY_SERVING = _MODEL | SERVING | {"cluster", "mesh", "unequal", "output", "verbose"}
 TAKEN_BY_ISLANDS = _MODEL | _BATCH | _SEARCH | ISLANDS | {"cluster", "output"}
 TAKEN_BY_FREEZE = (
     _MODEL | _BATCH | _SEARCH | CACHING | {"cluster", "unequal", "memory", "pin", "forbid", "devices", "freeze"}

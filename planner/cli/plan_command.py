@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cost_models.cluster_format import UNEQUAL
+from cost_models.cluster_format import SLOWEST, UNEQUAL
 from cost_models.files import check_writable
 from cost_models.island_cluster import has_islands
 from cost_models.text import printable, printable_lines
@@ -48,7 +48,8 @@ _EXAMPLES = (
     "planner plan llama-3-8b --cluster dgx-h100:16 --seq-len 8192 --global-batch 256 --objective devices "
     "--target-seconds 10",
     "planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json",
-    "planner plan llama-3-8b --cluster dgx-h100:1 --serve --prompt-len 1024 --new-tokens 256 --batch 16",
+    "planner plan llama-3-8b --cluster dgx-h100:1 --serve --prompt-len 1024 --new-tokens 256 --batch 16 "
+    "-o serving.json",
     "planner plan tiny-llama --mesh tp=4 --seq-len 64 --global-batch 8 --pin 'model.layers.*.mlp.*' tp 'S(0)'",
 )
 
@@ -237,25 +238,35 @@ def run_plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     print(planned.summary() if options.verbose else planned.brief(), end="")
     if names or layouts:
         print(f"\n{printable_lines(_compared(planned, options, names, layouts))}")
+    _print_where(options)
+    return 0
+
+
+def _print_where(options: argparse.Namespace) -> None:
+    """Say where the plan is, or what prints more of it."""
     if options.output is not None:
         more = "" if options.verbose else f": planner show {printable(options.output)} prints all of it"
         print(f"\nsaved to {printable(options.output)}{more}")
     elif not options.verbose:
-        print("\n--verbose prints all of it: stages, memory, tensors, collectives, the bound")
-    return 0
+        parts = "tensors" if options.serve else "stages, memory, tensors"
+        print(f"\n--verbose prints all of it: {parts}, collectives, the bound")
 
 
 def _run_serving(options: argparse.Namespace) -> int:
-    """Print what generation costs; returns the exit code."""
+    """Plan generation, save, print what it costs; returns the exit code."""
     from planner.serving_plan import plan_serving
 
     sizes = {"prompt_len": options.prompt_len, "new_tokens": options.new_tokens, "batch": options.batch}
     missing = [f"--{name.replace('_', '-')}" for name, value in sizes.items() if value is None]
     if missing:
         raise ValueError(f"--serve needs {', '.join(missing)}")
-    print(
-        plan_serving(options.model, options.cluster, mesh=options.mesh, dtype=options.dtype, **sizes).summary(), end=""
-    )
+    if options.unequal not in (None, SLOWEST):
+        raise ValueError(f"--unequal {options.unequal} does not go with --serve: it counts all devices as the slowest")
+    planned = plan_serving(options.model, options.cluster, mesh=options.mesh, dtype=options.dtype, **sizes)
+    if options.output is not None:
+        planned.save(options.output)
+    print(planned.summary() if options.verbose else planned.brief(), end="")
+    _print_where(options)
     return 0
 
 

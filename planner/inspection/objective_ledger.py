@@ -1,4 +1,7 @@
-"""The objective of a plan as a sum of prices: of every operator, every conversion, and of the step around them."""
+"""The objective of a plan as a sum of prices: of every operator, every conversion, and of the step around them.
+
+On unequal devices an operator is priced on each kind that runs a copy of it, as often as these copies count.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from dataclasses import dataclass
 from cost_models import Cluster
 from passes.ir.graph import Graph
 from passes.plan import Plan
-from planner.auditing.graph_walk import Charge
+from planner.auditing.graph_walk import Charge, GraphWalk
 from planner.auditing.repriced_step import RepricedStep, reprice
+from planner.auditing.unit_prices import PricedStage
 from planner.inspection.objective_shares import objective_shares, seconds_at
+from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.costs.step_prices import weight_share
 
 #: How far the priced objective may be from the one that the plan states, relative.
@@ -52,23 +57,44 @@ class UnitShares:
 
 
 @dataclass(frozen=True)
+class StageShares:
+    """Of devices that are alike: their pipeline ranks, the prices on them, and how often those count.
+
+    Attributes:
+        ranks: pipeline ranks; ``name``: of the devices, empty where all are alike.
+        walk, pricing: of the whole model on such devices.
+        shares: by name of an operator, how often its seconds count; ``conversion_shares``: the same of conversions, by
+            the name of the value.
+        copies: by name of an operator, the share of its unit's copies that run here.
+    """
+
+    ranks: tuple[int, ...]
+    name: str
+    walk: GraphWalk
+    pricing: Pricing | None
+    shares: Mapping[str, UnitShares]
+    conversion_shares: Callable[[str], UnitShares]
+    copies: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class ObjectiveLedger:
     """The objective as a sum.
 
     Attributes:
         objective: seconds, as priced here.
-        charges: every operator and conversion with its part of the objective; ``rest``: all else, by cause.
-        shares: by name of an operator, how often its seconds count; ``conversion_shares``: the same of conversions, by
-            the name of the value.
+        charges: every operator and conversion with its part of the objective; ``by_stage``: the same parts on each of
+            ``stages``; ``rest``: all else, by cause.
+        stages: one for each kind of devices that pipeline ranks have.
         priced: the plan's step, priced.
     """
 
     objective: float
     charges: tuple[tuple[Charge, float], ...]
+    by_stage: tuple[tuple[float, ...], ...]
     rest: Mapping[str, float]
-    shares: Mapping[str, UnitShares]
+    stages: tuple[StageShares, ...]
     priced: RepricedStep
-    conversion_shares: Callable[[str], UnitShares]
 
     @property
     def total(self) -> float:
@@ -94,75 +120,112 @@ def objective_ledger(graph: Graph, plan: Plan, cluster: Cluster) -> ObjectiveLed
 
 class _Ledger:
     def __init__(self, graph: Graph, plan: Plan, priced: RepricedStep) -> None:
-        self.graph, self.plan, self.priced = graph, plan, priced
-        self.nodes = {node.name: node for node in graph.nodes}
-        self.values = graph.values
+        self.plan, self.priced = plan, priced
+        on_ranks = priced.on_ranks or (PricedStage(priced.walk, priced.units),) * priced.step.num_ranks
+        #: One for each kind of devices; the index of a rank's among them.
+        self.stages = [_StageLedger(graph, stage) for stage in dict.fromkeys(on_ranks)]
+        self.stage_of = [list(dict.fromkeys(on_ranks)).index(stage) for stage in on_ranks]
         self.rest: dict[str, float] = defaultdict(float)
-        self.unit_shares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for part, share in objective_shares(priced.step).items():
             if part.field in ("forward", "backward", "backward_weight"):
                 self._layer(part.chunk, part.layer, part.field, share)
             else:
                 self.rest[STEP_CAUSES[part.field]] += share * seconds_at(priced.step, part)
+        if priced.units is not None:
+            self._count_copies()
+
+    def _stage(self, chunk: int) -> _StageLedger:
+        """Of the devices that run a chunk."""
+        return self.stages[self.stage_of[self.plan.step.chunks[chunk].rank]]
 
     def _layer(self, chunk: int, layer: int, field: str, share: float) -> None:
         """Give the seconds of a layer to its operators, and what is beside them to its causes."""
         costs = self.priced.step.chunks[chunk].layers[layer][0]
-        units = self.priced.units
-        if units is None:
-            self.unit_shares[0][field == "backward"] += share
+        stage = self._stage(chunk)
+        if stage.units is None:
+            stage.unit_shares[0][field == "backward"] += share
             return
         unit = self.priced.unit_of_layer[chunk][layer]
         parts = self.plan.step.chunks[chunk].parts[layer]
-        forward, backward = units.seconds(unit)
+        forward, backward = stage.units.seconds(unit)
         if field == "forward":
-            self.unit_shares[unit][0] += share
+            stage.unit_shares[unit][0] += share
             self.rest[_CARRY] += share * parts.carry_forward
             self.rest[_CONTENTION] += share * (costs.forward - forward - parts.carry_forward)
         elif field == "backward":
-            self.unit_shares[unit][1] += share
+            stage.unit_shares[unit][1] += share
             beside = {cause: getattr(parts, name) for name, cause in _BACKWARD_CAUSES.items()}
             for cause, seconds in beside.items():
                 self.rest[cause] += share * seconds
             self.rest[_CONTENTION] += share * (costs.backward - backward - sum(beside.values()))
         else:
-            self.unit_shares[unit][2] += share
-            adding = costs.backward_weight - units.weight_seconds(unit)
+            stage.unit_shares[unit][2] += share
+            adding = costs.backward_weight - stage.units.weight_seconds(unit)
             self.rest[_BACKWARD_CAUSES["accumulate"]] += share * adding
 
+    def _count_copies(self) -> None:
+        for chunk, units in enumerate(self.priced.unit_of_layer):
+            for layer, unit in enumerate(units):
+                self._stage(chunk).unit_copies[unit] += self.priced.step.chunks[chunk].layers[layer][1]
+
     def ledger(self) -> ObjectiveLedger:
-        shares = {name: self._shares(self._unit_of(name)) for name in self.nodes}
-        charges = tuple((charge, self._price(charge)) for charge in self.priced.walk.charges)
+        by_stage = tuple(zip(*(map(stage.price, stage.walk.charges) for stage in self.stages), strict=True))
+        charges = tuple((charge, sum(parts)) for charge, parts in zip(self.priced.walk.charges, by_stage, strict=True))
         rest = {cause: seconds for cause, seconds in self.rest.items() if seconds}
-        return ObjectiveLedger(self.priced.seconds.total, charges, rest, shares, self.priced, self._conversion_shares)
+        stages = tuple(stage.result(*self._devices(index)) for index, stage in enumerate(self.stages))
+        return ObjectiveLedger(self.priced.seconds.total, charges, by_stage, rest, stages, self.priced)
+
+    def _devices(self, stage: int) -> tuple[tuple[int, ...], str]:
+        """The pipeline ranks of a stage, and the name of their devices where not all are alike."""
+        ranks = tuple(rank for rank, index in enumerate(self.stage_of) if index == stage)
+        named = self.plan.step.stage_devices
+        return ranks, named[ranks[0]].name if named else ""
+
+
+class _StageLedger:
+    """What counts on devices that are alike."""
+
+    def __init__(self, graph: Graph, stage: PricedStage) -> None:
+        self.nodes, self.values = {node.name: node for node in graph.nodes}, graph.values
+        self.walk, self.units = stage.walk, stage.units
+        self.unit_shares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self.unit_copies: dict[int, int] = defaultdict(int)
+
+    def result(self, ranks: tuple[int, ...], name: str) -> StageShares:
+        shares = {node: self._shares(self._unit_of(node)) for node in self.nodes}
+        copies = {node: self._share_of_copies(self._unit_of(node)) for node in self.nodes}
+        pricing = None if self.units is None else self.units.pricing
+        return StageShares(ranks, name, self.walk, pricing, shares, self._conversion_shares, copies)
 
     def _unit_of(self, name: str) -> int | None:
-        units = self.priced.units
-        return 0 if units is None else units.place.get(name, (None, 0))[0]
+        return 0 if self.units is None else self.units.place.get(name, (None, 0))[0]
+
+    def _share_of_copies(self, unit: int | None) -> float:
+        if self.units is None:
+            return 1.0
+        return 0.0 if unit is None else self.unit_copies[unit] / self.units.units[unit].count
 
     def _shares(self, unit: int | None) -> UnitShares:
         """Of one of the unit's copies: what all copies count, by how many there are."""
         if unit is None:
             return UnitShares(0.0, 0.0, 0.0)
-        copies = 1 if self.priced.units is None else self.priced.units.units[unit].count
+        copies = 1 if self.units is None else self.units.units[unit].count
         return UnitShares(*(share / copies for share in self.unit_shares[unit]))
 
     def _conversion_shares(self, value: str) -> UnitShares:
         """Of what a conversion of a value costs one copy of the unit that pays for it."""
-        units = self.priced.units
-        return self._shares(0 if units is None else units.payer(Charge(value)))
+        return self._shares(0 if self.units is None else self.units.payer(Charge(value)))
 
-    def _price(self, charge: Charge) -> float:
+    def price(self, charge: Charge) -> float:
+        """The part of the objective that an operator or conversion is on these devices."""
         seconds = (charge.compute[0] + charge.communication[0], charge.compute[1] + charge.communication[1])
-        units = self.priced.units
-        if units is None:
+        if self.units is None:
             return self._shares(0).of(seconds)
         if charge.step is not None:
-            return self._shares(units.payer(charge)).of(seconds)
-        return self._shares(self._unit_of(charge.name)).of(seconds, weight_seconds=self.weight_seconds(charge))
+            return self._shares(self.units.payer(charge)).of(seconds)
+        return self._shares(self._unit_of(charge.name)).of(seconds, weight_seconds=self._weight_seconds(charge))
 
-    def weight_seconds(self, charge: Charge) -> float:
+    def _weight_seconds(self, charge: Charge) -> float:
         """The part of an operator's backward that only makes gradients of parameters."""
-        units = self.priced.units
-        assert units is not None
-        return charge.compute[1] * weight_share(self.nodes[charge.name], self.values, units.pricing.states)
+        assert self.units is not None
+        return charge.compute[1] * weight_share(self.nodes[charge.name], self.values, self.units.pricing.states)

@@ -9,15 +9,16 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.short_text import ShortRepr
-from cost_models.unequal_devices import refuse_unequal
 from passes.ir.derived_values import state_derived
 from passes.ir.graph import Graph, Node
 from passes.plan import Plan
+from passes.plan.stage_table import format_numbers
 from passes.plan.text_tables import format_bytes, format_seconds, format_table, table_in_width
 from passes.rules import rule_for
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import INVARIANT, REPLICATE
 from planner.auditing.graph_walk import Charge
+from planner.auditing.repriced_step import RepricedStep
 from planner.inspection.objective_ledger import ObjectiveLedger, objective_ledger
 from planner.inspection.plan_graph import graph_of_plan
 from planner.inspection.rival_strategies import ShardingProgram, sharding_program
@@ -65,6 +66,7 @@ class OperatorReason(ShortRepr):
         key: of its first copy, as plans name it; ``operator``: what it computes; ``copies``: how many there are.
         strategy: what each axis cuts.
         here: its seconds in the objective; ``conversions``: those of the values that it takes and gives.
+        devices: of unequal devices, where its copies run: (pipeline ranks with the name, copies, seconds of ``here``).
         rivals: other strategies, the most promising first; None if they were not searched.
         num_left_out: of how many rivals no more is known than that neighbours make them dearer.
     """
@@ -77,6 +79,7 @@ class OperatorReason(ShortRepr):
     conversions: tuple[tuple[str, float], ...]
     rivals: tuple[RivalStrategy, ...] | None
     num_left_out: int = 0
+    devices: tuple[tuple[str, int, float], ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +88,7 @@ class PlanReasons(ShortRepr):
 
     Attributes:
         name: what was asked about; ``objective``: seconds of the plan.
-        operators: those that the name stands for.
+        operators: those that the name stands for; ``unequal``: whether stages are on unequal devices.
         prices: by what they are of, prices that sum to the objective.
     """
 
@@ -93,6 +96,7 @@ class PlanReasons(ShortRepr):
     objective: float
     operators: tuple[OperatorReason, ...]
     prices: Mapping[str, float]
+    unequal: bool = False
 
     def __str__(self) -> str:
         return table_in_width(self.table)
@@ -106,6 +110,11 @@ class PlanReasons(ShortRepr):
             "here: seconds of the objective; neighbours: change of conversions if all else\n"
             "stays; step: change of the objective, the rest chosen again where that is faster"
         )
+        if self.unequal:
+            legend += (
+                "\nEach copy is priced on the devices of its stage. What is chosen again is the\n"
+                "best in seconds weighted over all devices, as in the search; priced likewise."
+            )
         if any(reason.rivals is None for reason in self.operators):
             parts = [title, _overview(self.operators)]
         else:
@@ -140,8 +149,7 @@ def explain(
     with graph_of_plan(plan, model, example_inputs=example_inputs, loss_fn=loss_fn) as graph:
         names = operators_named(graph, name)
         cluster = Cluster.from_dict(dict(plan.cluster))
-        refuse_unequal(cluster, "what other strategies would cost")
-        return _Explainer(graph, plan, cluster).reasons(name, names, everything=everything)
+        return Explainer(graph, plan, cluster).reasons(name, names, everything=everything)
 
 
 def operators_named(graph: Graph, name: str) -> tuple[str, ...]:
@@ -185,9 +193,11 @@ def _modules(path: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-class _Explainer:
-    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster) -> None:
-        self.graph, self.plan, self.cluster = graph, plan, cluster
+class Explainer:
+    """Explains operators of one plan; ``states_stay``: other strategies leave parameters and buffers where they are."""
+
+    def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, *, states_stay: bool = False) -> None:
+        self.graph, self.plan, self.cluster, self.states_stay = graph, plan, cluster, states_stay
         self.ledger: ObjectiveLedger = objective_ledger(graph, plan, cluster)
         #: Axes on which there is nothing to choose: those that divide the samples of a whole step.
         self.settled = (DATA, EXPERT) if plan.step.decides_units else ()
@@ -204,9 +214,14 @@ class _Explainer:
     def reasons(self, name: str, names: Sequence[str], *, everything: bool) -> PlanReasons:
         firsts = list(dict.fromkeys(self.first.get(node, node) for node in names))
         searched = firsts if everything or len(firsts) <= MAX_SEARCHED else []
-        program = sharding_program(self.graph, self.plan, self.cluster, self.ledger.priced.walk) if searched else None
+        program = self._program() if searched else None
         operators = tuple(self._reason(self.nodes[first], program, everything=everything) for first in firsts)
-        return PlanReasons(name, self.ledger.objective, operators, self._prices(set(firsts)))
+        unequal = bool(self.plan.step.stage_devices)
+        return PlanReasons(name, self.ledger.objective, operators, self._prices(set(firsts)), unequal)
+
+    def _program(self) -> ShardingProgram | None:
+        walk = self.ledger.priced.walk
+        return sharding_program(self.graph, self.plan, self.cluster, walk, states_stay=self.states_stay)
 
     # -- what there is ------------------------------------------------------------------------------------------
 
@@ -227,22 +242,34 @@ class _Explainer:
         return {**prices, **self.ledger.rest}
 
     def _reason(self, node: Node, program: ShardingProgram | None, *, everything: bool) -> OperatorReason:
-        here, copies = 0.0, 0
+        here, copies, stages = 0.0, 0, [0.0] * len(self.ledger.stages)
         conversions: dict[str, float] = {}
-        for charge, seconds in self.ledger.charges:
+        for (charge, seconds), parts in zip(self.ledger.charges, self.ledger.by_stage, strict=True):
             if charge.step is None:
                 if self.first.get(charge.name, charge.name) == node.name:
                     here, copies = here + seconds, copies + 1
+                    stages = [total + part for total, part in zip(stages, parts, strict=True)]
             elif seconds and node.name in self._touched(charge):
                 what = self._conversion_text(charge, node)
                 conversions[what] = conversions.get(what, 0.0) + seconds
         planned = self.plan.nodes[node.key]
         strategy = self._strategy(node, tuple(planned.strategy))
-        reason = OperatorReason(node.key, node.op, copies, strategy, here, tuple(conversions.items()), None)
+        reason = OperatorReason(
+            node.key, node.op, copies, strategy, here, tuple(conversions.items()), None,
+            devices=tuple(self._devices(node, copies, stages)),
+        )  # fmt: skip
         if program is None:
             return reason
         rivals, num_left_out = self._rivals(node, program, everything=everything)
         return replace(reason, rivals=tuple(rivals), num_left_out=num_left_out)
+
+    def _devices(self, node: Node, copies: int, seconds: Sequence[float]) -> Iterator[tuple[str, int, float]]:
+        """Of unequal devices, those that run copies of an operator."""
+        for stage, part in zip(self.ledger.stages, seconds, strict=True):
+            here = round(copies * stage.copies[node.name])
+            if stage.name and here:
+                several = "s" if len(stage.ranks) > 1 else ""
+                yield f"rank{several} {format_numbers(list(stage.ranks))}, {stage.name}", here, part
 
     def _conversion_text(self, charge: Charge, node: Node) -> str:
         assert charge.step is not None
@@ -288,7 +315,7 @@ class _Explainer:
         first_look = []
         for strategy, options in by_strategy.items():
             assert element is not None
-            here = min(self._price_of(node, element, option) for option in options)
+            here = min(self._price_of(program, node, element, option) for option in options)
             alone = program.alone(node.name, options)
             neighbours = None if alone is None else self._conversions_of(program, alone) - own
             first_look.append((RivalStrategy(strategy, here, neighbours, None), alone, options))
@@ -315,19 +342,29 @@ class _Explainer:
                     reason = str(error)
         if not steps:
             return replace(rival, reason=reason)
-        limit = self.plan.step.memory_limit * (1.0 + ROUNDING)
-        best = min(steps, key=lambda step: (max(step.memory) > limit, step.seconds.total))
-        memory = max(best.memory)
+        best = min(steps, key=lambda step: (not self._fits(step), step.seconds.total))
         change = best.seconds.total - self.ledger.objective
-        return replace(rival, objective=change, memory=memory, fits=memory <= limit)
+        return replace(rival, objective=change, memory=self._fullest(best), fits=self._fits(best))
 
-    def _price_of(self, node: Node, element: Element, option: Option) -> float:
+    def _fits(self, step: RepricedStep) -> bool:
+        limits = map(self.plan.step.memory_limit_of, range(len(step.memory)))
+        return all(held <= limit * (1.0 + ROUNDING) for held, limit in zip(step.memory, limits, strict=True))
+
+    def _fullest(self, step: RepricedStep) -> float:
+        """Bytes of the device that holds most of what it may."""
+        limit_of = self.plan.step.memory_limit_of
+        return max(enumerate(step.memory), key=lambda held: (held[1] / (limit_of(held[0]) or 1.0), held[1]))[1]
+
+    def _price_of(self, program: ShardingProgram, node: Node, element: Element, option: Option) -> float:
         """An option's part of the objective, all copies together."""
-        seconds = (option.compute[0] + option.communication[0], option.compute[1] + option.communication[1])
         units = self.ledger.priced.units
         share = 0.0 if units is None else weight_share(node, self.graph.values, units.pricing.states)
-        shares = self.ledger.shares[node.name]
-        return element.copies * shares.of(seconds, weight_seconds=share * option.compute[1])
+        total = 0.0
+        for stage in self.ledger.stages:
+            priced = program.option_on(stage, element, option)
+            seconds = (priced.compute[0] + priced.communication[0], priced.compute[1] + priced.communication[1])
+            total += stage.shares[node.name].of(seconds, weight_seconds=share * priced.compute[1])
+        return element.copies * total
 
     def _conversions_of(self, program: ShardingProgram, assignment: Assignment | None) -> float:
         """The conversions' part of the objective; of the plan's own if ``assignment`` is None."""
@@ -335,9 +372,11 @@ class _Explainer:
             return sum(seconds for charge, seconds in self.ledger.charges if charge.step is not None)
         total = 0.0
         for name, tree in assignment.trees.items():
-            shares = self.ledger.conversion_shares(program.problem.streams[name].value.name)
-            for item in tree:
-                total += shares.of((item.copies * item.arc.forward, item.backward_copies * item.arc.backward))
+            stream = program.problem.streams[name]
+            for stage in self.ledger.stages:
+                shares = stage.conversion_shares(stream.value.name)
+                for item in (program.conversion_on(stage, stream, each) for each in tree):
+                    total += shares.of((item.copies * item.arc.forward, item.backward_copies * item.arc.backward))
         return total
 
 
@@ -355,7 +394,11 @@ def _operator_text(reason: OperatorReason) -> str:
         neighbours, step = _signed(rival.neighbours), _signed(rival.objective)
         remark = rival.reason or ("" if rival.fits else f"needs {format_bytes(rival.memory)}")
         rows.append(["", rival.strategy, format_seconds(rival.here), neighbours, step, remark])
-    lines = [f"  {what}: {format_seconds(seconds)}" for what, seconds in reason.conversions]
+    lines = [
+        f"  on {where}: {count:,} {'copy' if count == 1 else 'copies'}, {format_seconds(seconds)}"
+        for where, count, seconds in reason.devices
+    ]
+    lines += [f"  {what}: {format_seconds(seconds)}" for what, seconds in reason.conversions]
     if not reason.rivals:
         lines.append("  nothing else to choose: no axis of the layout may cut it otherwise")
     if reason.num_left_out:

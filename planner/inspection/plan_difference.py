@@ -21,12 +21,16 @@ MAX_ROWS = 20
 
 @dataclass(frozen=True, repr=False)
 class PlanDifference(ShortRepr):
-    """Rows of (what, in the first plan, in the second): only what differs, but seconds and memory always."""
+    """Rows of (what, in the first plan, in the second): only what differs, but seconds and memory always.
+
+    ``of``: what the figures are of.
+    """
 
     choices: tuple[tuple[str, str, str], ...]
     figures: tuple[tuple[str, str, str, str], ...]
     tensors: tuple[tuple[str, str, str], ...]
     operators: tuple[tuple[str, str, str], ...]
+    of: str = "One step"
 
     @property
     def same(self) -> bool:
@@ -48,7 +52,7 @@ class PlanDifference(ShortRepr):
         parts = [
             "Both plans choose the same." if self.same else "",
             self._choices(),
-            format_table("One step", ("figure", "first", "second", "change"), self.figures),
+            format_table(self.of, ("figure", "first", "second", "change"), self.figures),
             _cut("Tensors", self.tensors, all_rows=all_rows),
             _cut("Operators", self.operators, all_rows=all_rows),
         ]
@@ -66,28 +70,28 @@ def difference(first: Plan, second: Plan) -> PlanDifference:
     """
     axes = {axis for plan in (first, second) for axis, size in zip(plan.mesh.names, plan.mesh.sizes) if size > 1}
     return PlanDifference(
-        choices=tuple(_changed(_choices(first), _choices(second))),
+        choices=changed(_choices(first), _choices(second)),
         figures=tuple(_figures(first, second)),
-        tensors=tuple(_merged(_changed(_tensors(first, axes), _tensors(second, axes)))),
-        operators=tuple(_merged(_changed(_operators(first, axes), _operators(second, axes)))),
+        tensors=merged(changed(tensors_along(axes, first), tensors_along(axes, second))),
+        operators=merged(changed(operators_along(axes, first), operators_along(axes, second))),
     )
 
 
-def _changed(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    for name in dict.fromkeys((*first, *second)):
-        ours, theirs = first.get(name, "—"), second.get(name, "—")
-        if ours != theirs:
-            yield name, ours, theirs
+def changed(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
+    """What differs, by name."""
+    both = {name: (first.get(name, "—"), second.get(name, "—")) for name in (*first, *second)}
+    return tuple((name, ours, theirs) for name, (ours, theirs) in both.items() if ours != theirs)
 
 
-def _merged(rows: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+def merged(rows: Iterable[tuple[str, str, str]]) -> tuple[tuple[str, str, str], ...]:
     """Rows whose names differ in layer numbers alone as one row, which says how many they are."""
     counts: dict[tuple[str, str, str], int] = {}
     for name, ours, theirs in rows:
         row = re.sub(r"(?<=\.)\d+(?=[.:])", "*", name), ours, theirs
         counts[row] = counts.get(row, 0) + 1
-    for (name, ours, theirs), count in counts.items():
-        yield f"{name} ({count})" if count > 1 else name, ours, theirs
+    return tuple(
+        (f"{name} ({count})" if count > 1 else name, ours, theirs) for (name, ours, theirs), count in counts.items()
+    )
 
 
 def _choices(plan: Plan) -> dict[str, str]:
@@ -122,20 +126,23 @@ def _figures(first: Plan, second: Plan) -> Iterator[tuple[str, str, str, str]]:
         for plan in (first, second)
     ]
     for name in seconds[0]:
-        yield _row(name, seconds[0][name], seconds[1][name], format_seconds)
+        yield row_of(name, seconds[0][name], seconds[1][name], format_seconds)
     ours, theirs = first.step, second.step
-    yield _row("step, simulated", ours.costs.simulated, theirs.costs.simulated, format_seconds)
-    yield _row("samples per second", ours.costs.samples_per_second, theirs.costs.samples_per_second, "{:,.4g}".format)
+    yield row_of("step, simulated", ours.costs.simulated, theirs.costs.simulated, format_seconds)
+    yield row_of("samples per second", ours.costs.samples_per_second, theirs.costs.samples_per_second, "{:,.4g}".format)
     for part in ("parameters", "gradients", "optimizer", "activations", "transient", "total", "host"):
-        yield _row(f"memory, {part} (most of any rank)", _most(ours, part), _most(theirs, part), format_bytes)
-    yield _row("bytes in collectives, a device of every stage", sum_of_bytes(first), sum_of_bytes(second), format_bytes)
+        yield row_of(f"memory, {part} (most of any rank)", _most(ours, part), _most(theirs, part), format_bytes)
+    yield row_of(
+        "bytes in collectives, a device of every stage", sum_of_bytes(first), sum_of_bytes(second), format_bytes
+    )
 
 
 def _most(step: StepPlan, part: str) -> float:
     return float(max(getattr(rank, part) for rank in step.memory))
 
 
-def _row(name: str, first: float, second: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+def row_of(name: str, first: float, second: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+    """A figure of two plans, and by how much it changes."""
     return name, form(first), form(second), _change(first, second)
 
 
@@ -151,7 +158,8 @@ def _change(first: float, second: float) -> str:
     return f"{ratio - 1.0:+.2%}" if ratio < 10.0 else f"{ratio:,.4g} times"
 
 
-def _tensors(plan: Plan, axes: Set[str]) -> dict[str, str]:
+def tensors_along(axes: Set[str], plan: Plan) -> dict[str, str]:
+    """By name of a tensor, its type along each of these axes."""
     groups = (("input", plan.inputs), ("parameter", plan.states), ("output", plan.outputs))
     return {
         f"{kind} {name}": _along(axes, plan, tensor.placement)
@@ -160,7 +168,8 @@ def _tensors(plan: Plan, axes: Set[str]) -> dict[str, str]:
     }
 
 
-def _operators(plan: Plan, axes: Set[str]) -> dict[str, str]:
+def operators_along(axes: Set[str], plan: Plan) -> dict[str, str]:
+    """By key of an operator, its strategy along each of these axes."""
     return {key: _along(axes, plan, node.strategy) for key, node in plan.nodes.items()}
 
 

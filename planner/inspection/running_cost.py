@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from passes.plan import Plan
+from passes.plan.serving import ServingPlan
 from passes.plan.step_summary import tokens_per_sample
 
 _HOURS_A_DAY, _SECONDS_AN_HOUR = 24.0, 3600.0
@@ -16,7 +17,8 @@ class RunningCost:
     """Costs in whatever currency the price of a device-hour is.
 
     Attributes:
-        unit: what is counted: ``"tokens"``, or ``"samples"`` of a model whose samples have none.
+        unit: what is counted: ``"tokens"``, or ``"samples"`` of a model whose samples have none; ``"new tokens"`` where
+            text is generated.
         rate: of them, by the second, on all devices, without failures and evaluations.
         per_million: the cost of a million of them.
         per_day: the cost of all devices for a day.
@@ -28,16 +30,20 @@ class RunningCost:
     per_day: float
 
 
-def running_cost(plan: Plan, device_hour_price: float) -> RunningCost:
+def running_cost(plan: Plan | ServingPlan, device_hour_price: float) -> RunningCost:
     """The costs of a plan whose devices cost ``device_hour_price`` an hour each."""
-    tokens = tokens_per_sample(plan)
-    rate = plan.step.costs.samples_per_second * (tokens or 1)
-    hourly = plan.step.num_devices * device_hour_price
+    if isinstance(plan, ServingPlan):
+        unit, rate, num_devices = "new tokens", plan.tokens_per_second, plan.mesh.num_devices
+    else:
+        tokens = tokens_per_sample(plan)
+        unit, rate = "tokens" if tokens else "samples", plan.step.costs.samples_per_second * (tokens or 1)
+        num_devices = plan.step.num_devices
+    hourly = num_devices * device_hour_price
     per_million = hourly / _SECONDS_AN_HOUR / rate * 1e6 if rate else 0.0
-    return RunningCost("tokens" if tokens else "samples", rate, per_million, hourly * _HOURS_A_DAY)
+    return RunningCost(unit, rate, per_million, hourly * _HOURS_A_DAY)
 
 
-def cost_lines(plan: Plan, *, device_hour_price: float | None, total: int | None) -> Iterator[str]:
+def cost_lines(plan: Plan | ServingPlan, *, device_hour_price: float | None, total: int | None) -> Iterator[str]:
     """Lines on what running costs: by the million and by the day, and of ``total`` tokens (or samples).
 
     Example:

@@ -34,9 +34,8 @@ def step_on_mesh(
     flops = model_flops(graph)
     peak, capacity = _limits(cluster, compute_dtype(graph))
     parts = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0, "converted": 0, **costs.memory}
-    memory = RankMemory(
-        parts["parameters"], parts["gradients"], parts["optimizer"], parts["activations"] + parts["converted"], 0
-    )
+    saved = parts["activations"] + parts["converted"]
+    memory = RankMemory(*map(float, (parts["parameters"], parts["gradients"], parts["optimizer"], saved, 0)))
     return StepPlan(
         axes={"pp": 1, **mesh.as_dict()},
         global_batch=samples,

@@ -63,8 +63,7 @@ def report_page(
     Raises:
         ValueError: if the price is negative, or the plan's step does not play in the seconds that it states.
     """
-    if device_hour_price is not None and not device_hour_price >= 0.0:
-        raise ValueError(f"device_hour_price: expected a price of at least 0, got {device_hour_price!r}")
+    check_price(device_hour_price)
     report = simulated_step(plan)
     sections: dict[str, Any] = {
         "waterfall": waterfall_section(plan, report),
@@ -88,6 +87,12 @@ def report_page(
         break_evens=break_even_rows(break_evens),
         layouts=layout_rows(plan, layouts),
     )
+
+
+def check_price(device_hour_price: float | None) -> None:
+    """Raise ValueError for a price below zero."""
+    if device_hour_price is not None and not device_hour_price >= 0.0:
+        raise ValueError(f"device_hour_price: expected a price of at least 0, got {device_hour_price!r}")
 
 
 def page_parts(charts: Mapping[str, Any]) -> dict[str, Any]:

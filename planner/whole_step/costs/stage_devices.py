@@ -32,6 +32,7 @@ from cost_models.unequal_devices import device_kinds, kinds_of_stages, view
 from passes.rules.rule import pieces_of_work
 from planner.sharding_ilp.assignment import Conversion
 from planner.sharding_ilp.options import Option
+from planner.sharding_ilp.sharding_prices import Pricing
 from planner.sharding_ilp.sharding_problem import Element, ValueStream
 from planner.sharding_ilp.shared_rows import share_rows
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, sample_link
@@ -172,11 +173,11 @@ def repriced(sharded: Sharded, prices: BatchPrices) -> Sharded:
         unpriced=space.unpriced,
     )  # fmt: skip
     elements, streams, assignment = variant.problem.elements, variant.problem.streams, variant.assignment
-    alone = {name: _option(space, pricing, elements[name], option) for name, option in assignment.options.items()}
+    alone = {name: option_at(space, pricing, elements[name], option) for name, option in assignment.options.items()}
     problem = replace(variant.problem, overlap_slowdown=pricing.overlap_slowdown)
     options = share_rows(problem, alone)
     trees = {
-        name: tuple(_conversion(pricing, streams[name], item) for item in tree)
+        name: tuple(conversion_at(pricing, streams[name], item) for item in tree)
         for name, tree in assignment.trees.items()
     }
     seconds = sum(elements[name].copies * option.seconds for name, option in options.items())
@@ -189,7 +190,8 @@ def repriced(sharded: Sharded, prices: BatchPrices) -> Sharded:
     return replace(sharded, variant=replace(variant, pricing=pricing, assignment=assignment, slack=0.0))
 
 
-def _option(space: ShardingSpace, pricing: StepPricing, element: Element, option: Option) -> Option:
+def option_at(space: ShardingSpace, pricing: Pricing, element: Element, option: Option) -> Option:
+    """An option at other prices; what it exchanges is its own."""
     node = element.node
     if element.kind != "op" or node is None:
         return option
@@ -209,7 +211,8 @@ def _option(space: ShardingSpace, pricing: StepPricing, element: Element, option
     )
 
 
-def _conversion(pricing: StepPricing, stream: ValueStream, item: Conversion) -> Conversion:
+def conversion_at(pricing: Pricing, stream: ValueStream, item: Conversion) -> Conversion:
+    """A conversion at other prices."""
     forward, backward = pricing.step(item.arc.step, stream.value)
     live = any(use.live for use in stream.uses)
     return replace(item, arc=item.arc._replace(forward=forward, backward=backward if live else 0.0))
