@@ -27,6 +27,8 @@ from passes.canonicalise.expert_expressions import (
 )
 from passes.canonicalise.expert_masks import ExpertMask, RoutedTokens, expert_mask, routed_tokens
 from passes.canonicalise.fx import argument, aten, calls, insert, shape
+from passes.canonicalise.loss_reductions import separate_losses_of_rows
+from passes.canonicalise.masked_rows import compute_all_rows, leave_out_sums
 from passes.ir.errors import CaptureError
 
 _FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
@@ -44,6 +46,7 @@ def gather_expert_loops(module: fx.GraphModule, counts: Mapping[int, str], *, le
     """
     if not counts:
         return
+    separate_losses_of_rows(module, counts)
     for node in calls(module.graph):
         write = _write(node, counts)
         if write is None or any(getattr(_write(user, counts), "base", None) is node for user in node.users):
@@ -53,9 +56,13 @@ def gather_expert_loops(module: fx.GraphModule, counts: Mapping[int, str], *, le
             _leave_out(chain, left_out)
         else:
             _replace_chain(chain)
-    drop_dead_code(module)
     if left_out:
+        leave_out_sums(module, left_out)
+        drop_dead_code(module)
         return
+    drop_dead_code(module)
+    compute_all_rows(module, counts)
+    drop_dead_code(module)
     for node in calls(module.graph, aten.nonzero_static.default):
         place = counts.get(argument(node, "size"))
         if place is not None:

@@ -5,6 +5,7 @@ The samples then follow from the loss's own rule, and the global mean from that 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -29,6 +30,23 @@ _ELEMENTWISE: tuple[Any, ...] = (
     aten.binary_cross_entropy.default,
     aten.binary_cross_entropy_with_logits.default,
 )
+
+
+#: Losses of two tensors, element by element, with a rule of their own.
+ELEMENTWISE_LOSSES: tuple[Any, ...] = (
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    *_ELEMENTWISE,
+)
+
+
+def separate_losses_of_rows(module: fx.GraphModule, counts: Collection[int]) -> None:
+    """The same of losses of tensors that have one of some numbers of rows."""
+    for node in calls(module.graph, *ELEMENTWISE_LOSSES):
+        if shape(node.args[0])[:1] and shape(node.args[0])[0] in counts:  # type: ignore[arg-type]
+            _separate(node)
 
 
 def separate_loss_reductions(module: fx.GraphModule) -> None:

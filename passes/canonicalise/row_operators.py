@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import fx
 
+from passes.canonicalise.cross_entropy_form import cross_entropy
 from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.fx import argument, aten, insert, is_random, is_tensor, shape
+from passes.canonicalise.loss_reductions import ELEMENTWISE_LOSSES
 from passes.rules.rule_table import RULES
 from passes.torch_compat.operators import OpOverload, schema, tree_leaves
 
@@ -31,7 +33,8 @@ def rebuild(node: fx.Node, rows: Rows, num_dims: int) -> fx.Node | None:
     if node.target is operator.getitem:
         return insert(node, operator.getitem, (rows[node.args[0]], node.args[1]))  # type: ignore[index]
     if not isinstance(node.target, OpOverload):
-        return _expert_linear(node, rows) if node.target is expert_linear else None
+        own = _OWN_BUILDERS.get(node.target)
+        return own(node, rows) if own is not None else None
     if is_random(node) or not _first_dims_agree(node, rows):
         return None
     builder = _BUILDERS.get(node.target)
@@ -155,6 +158,18 @@ def _expert_linear(node: fx.Node, rows: Rows) -> fx.Node | None:
     return insert(node, expert_linear, (rows[source], rows[ids], weight))  # type: ignore[index]
 
 
+def _cross_entropy(node: fx.Node, rows: Rows) -> fx.Node | None:
+    logits, target = node.args[:2]
+    if logits not in rows or target not in rows:
+        return None
+    return insert(node, cross_entropy, (rows[logits], rows[target], *node.args[2:]), dict(node.kwargs))  # type: ignore[index]
+
+
+_OWN_BUILDERS: dict[Any, Callable[[fx.Node, Rows], fx.Node | None]] = {
+    expert_linear: _expert_linear,
+    cross_entropy: _cross_entropy,
+}
+
 _Builder = Callable[[fx.Node, Rows, int], fx.Node | None]
 _BUILDERS: dict[Any, _Builder] = {
     **dict.fromkeys(
@@ -174,6 +189,7 @@ _BUILDERS: dict[Any, _Builder] = {
     aten.linear.default: _linear,
     **dict.fromkeys((aten.mm.default, aten.matmul.default), _matmul),
     **dict.fromkeys((aten.rms_norm.default, aten.layer_norm.default), _norm),
+    **dict.fromkeys(ELEMENTWISE_LOSSES, _pointwise),
     aten.one_hot.default: _first_operand,
     aten.reshape.default: _reshape,
     aten.expand.default: _expand,

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from passes.capture.equal_tensors import computed_alike
 from passes.capture.repeats import RepeatedEntries
 from passes.capture.rows_left_out import without_marks
 from passes.capture.shorten import NotRepeated
@@ -29,6 +30,8 @@ from passes.torch_compat.operators import tree_leaves
 
 #: Most entries of a mask whose places Python loops over.
 _MOST_PLACES = 1024
+#: Masks that a new one is compared with.
+_COMPARED = 4
 #: More rows than any threshold in a model (a capacity).
 _VERY_MANY = 1 << 33
 #: Operators that only lay out.
@@ -93,6 +96,13 @@ class PickedRows:
             self.left_out_counts.add(count)
         self.counts.setdefault(count, place)
         return count
+
+    def known_as(self, mask: fx.Node) -> fx.Node:
+        """The mask, among the last ones that were counted, that is computed alike; else ``mask`` itself."""
+        if mask in self._masks:
+            return mask
+        known = [each for each in list(self._masks)[-_COMPARED:] if isinstance(each, fx.Node)]
+        return next((each for each in reversed(known) if computed_alike(each, mask)), mask)
 
     def name(self, mask: object, known_by: object) -> None:
         """``mask`` picks the rows that are counted already, under another name."""

@@ -104,7 +104,9 @@ class ValueReads:
                 return _ctc_results(*args[:2])
         if operator is _aten.masked_select.default:
             source, mask = args
-            count = self._count(mask, torch.broadcast_shapes(source.shape, mask.shape))
+            sizes = torch.broadcast_shapes(source.shape, mask.shape)
+            picked = self._picked_count(mask) if mask.shape == sizes else None
+            count = self._count(mask, sizes) if picked is None else picked
             with stand_ins:
                 return source.new_empty((count,))
         if operator in _NUMBERS and args[0].dtype == torch.bool:
@@ -201,6 +203,7 @@ class ValueReads:
         node = None if traced is None else traced.unsettled_mask(mask)
         if traced is None or node is None:
             return None
+        node = self.picked.known_as(node)
         hits, place = traced.hits_of(node), describe_stack(self._modules)
         self.picked.hits |= hits
         is_looping = self.picked.is_looping(place) and not hits

@@ -1,0 +1,214 @@
+"""Rows that a mask picks, computed row by row, then put back or added up: all are computed, and the mask drops some.
+
+How many rows a mask picks may depend on weights. With f any operators that treat rows alike:
+
+    y[m] = f(x[m])     ->  where(m, f(x), y)
+    f(x[m]).sum(0)     ->  masked_fill(f(x), ~m, 0).sum(dims of m)
+    f(x[m]).mean()     ->  masked_fill(f(x), ~m, 0).sum() / (m.sum() * entries of a row)
+
+A row that is dropped has the gradient zero, which an operator whose derivative is not finite there makes no number of.
+Where there is one of these (``_FINITE`` has the others), dropped rows are taken of ``x.detach()``, and nothing else
+that leads to f may have a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.canonicalise.expert_expressions import MaskPlaces, places_of, same_value
+from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape, value
+from passes.canonicalise.row_operators import rebuild
+from passes.torch_compat.operators import OpOverload
+
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_MEANS = (aten.mean.default, aten.mean.dim)
+#: Operators whose derivatives are finite at all finite numbers.
+_FINITE = frozenset(
+    {
+        *("add", "sub", "mul", "neg", "abs", "sign", "relu", "gelu", "silu", "tanh", "sigmoid", "sin", "cos", "erf"),
+        *("leaky_relu", "elu", "hardtanh", "hardswish", "hardsigmoid", "mish", "softplus", "log_sigmoid", "square"),
+        *("where", "masked_fill", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "round", "floor", "ceil"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and"),
+        *("bitwise_or", "isnan", "to", "alias", "detach", "clone", "unsqueeze", "squeeze", "reshape", "expand"),
+        *("transpose", "select", "slice", "split_with_sizes", "unbind", "cat", "stack", "flip", "gather", "one_hot"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "softmax"),
+        *("log_softmax", "logsumexp", "layer_norm", "rms_norm", "linear", "mm", "matmul", "sum", "mean", "cumsum"),
+        *("embedding", "index", "amax", "amin", "argmax", "topk", "sort"),
+    }
+)
+
+
+def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> None:
+    """Replace what is computed of picked rows alone.
+
+    Args:
+        counts: made-up numbers of rows → where the model picks them.
+    """
+    _unite_masks(module.graph)
+    nodes = list(calls(module.graph, aten.nonzero_static.default))
+    for mask in dict.fromkeys(node.args[0] for node in nodes if argument(node, "size") in counts):
+        assert isinstance(mask, fx.Node)
+        _AllRows(module.graph, mask).replace()
+
+
+def _unite_masks(graph: fx.Graph) -> None:
+    """Let what is computed twice be one mask."""
+    masks: list[fx.Node] = []
+    for node in calls(graph, aten.nonzero_static.default, aten.index_put.default):
+        indices: Any = node.args[1] if node.target is aten.index_put.default else node.args[:1]
+        for index in indices:
+            if not isinstance(index, fx.Node) or value(index).dtype != torch.bool or index in masks:
+                continue
+            same = next((mask for mask in masks if same_value(mask, index)), None)
+            if same is None:
+                masks.append(index)
+            else:
+                node.replace_input_with(index, same)
+
+
+def leave_out_sums(module: fx.GraphModule, left_out: Collection[int]) -> None:
+    """Put what the sum or mean of no rows is in the place of those over some numbers of rows."""
+    for node in calls(module.graph, *_SUMS, *_MEANS):
+        source: Any = node.args[0]
+        if shape(source) and shape(source)[0] in left_out and 0 in _reduced(node):
+            number = 0 if node.target in _SUMS else math.nan
+            replace(node, insert(node, aten.full.default, (list(shape(node)), number), {"dtype": value(node).dtype}))
+
+
+class _AllRows:
+    """What is computed of the rows that one mask picks.
+
+    Args:
+        mask: of the first dims of the tables that rows are picked from.
+    """
+
+    def __init__(self, graph: fx.Graph, mask: fx.Node) -> None:
+        self._graph = graph
+        self._mask = mask
+        self._num_dims = len(shape(mask))
+        self._places = MaskPlaces(mask, tuple(range(self._num_dims)))
+        #: Picked rows → the same of all rows.
+        self._rows: dict[fx.Node, fx.Node] = {}
+
+    def replace(self) -> None:
+        is_detached = not all(map(_is_finite, self._row_operators()))
+        if is_detached and not self._all_others_are_constant():
+            return
+        for node in calls(self._graph):
+            if self._is_pick(node):
+                table: Any = node.args[0]
+                self._rows[node] = self._dropped_detached(node, table) if is_detached else table
+            elif any(operand in self._rows for operand in node.all_input_nodes):
+                result = self._chosen(node)
+                if result is not None:
+                    replace(node, result)
+                elif (whole := rebuild(node, self._rows, self._num_dims)) is not None:
+                    self._rows[node] = whole
+
+    def _is_pick(self, node: fx.Node) -> bool:
+        if node.target is not aten.index.Tensor or places_of(node.args[1]) != self._places:  # type: ignore[arg-type]
+            return False
+        return shape(node.args[0])[: self._num_dims] == shape(self._mask)  # type: ignore[arg-type]
+
+    def _row_operators(self) -> list[fx.Node]:
+        """What is computed of picked rows until they are put back or added up, in order."""
+        found: dict[fx.Node, None] = {}
+        picks = {node for node in calls(self._graph) if self._is_pick(node)}
+        for node in calls(self._graph):
+            is_end = node in picks or self._is_write(node) or self._is_sum(node)
+            if not is_end and any(operand in picks or operand in found for operand in node.all_input_nodes):
+                found[node] = None
+        return list(found)
+
+    def _all_others_are_constant(self) -> bool:
+        """Whether operators on rows have no operands with a history but rows."""
+        operators = self._row_operators()
+        others = {
+            operand
+            for node in operators
+            for operand in node.all_input_nodes
+            if operand not in operators and not self._is_pick(operand)
+        }
+        return all(_is_constant(other) for other in others)
+
+    def _dropped_detached(self, node: fx.Node, table: fx.Node) -> fx.Node:
+        without_history = insert(node, aten.detach.default, (table,))
+        return insert(node, aten.where.self, (self._spread(node, table), table, without_history))
+
+    def _is_write(self, node: fx.Node) -> bool:
+        if node.target is not aten.index_put.default or places_of(node.args[1]) != self._places:  # type: ignore[arg-type]
+            return False
+        base, rows = node.args[0], node.args[2]
+        num_features = len(shape(base)) - self._num_dims  # type: ignore[arg-type]
+        return len(shape(rows)) == 1 + num_features and value(rows).dtype == value(node).dtype  # type: ignore[arg-type]
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        return node.target in (*_SUMS, *_MEANS) and 0 in _reduced(node)
+
+    def _chosen(self, node: fx.Node) -> fx.Node | None:
+        """What a node that puts rows back or adds them up gives; None for others."""
+        source: Any = node.args[0]
+        if self._is_write(node) and source not in self._rows:
+            rows: Any = self._rows[node.args[2]]  # type: ignore[index]
+            if argument(node, "accumulate"):
+                rows = insert(node, aten.add.Tensor, (source, rows))
+            return insert(node, aten.where.self, (self._spread(node, source), rows, source))
+        if self._is_sum(node):
+            return self._sum(node)
+        return None
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        source: Any = node.args[0]
+        rows = self._rows[source]
+        dropped = insert(node, aten.bitwise_not.default, (self._spread(node, rows),))
+        kept = insert(node, aten.masked_fill.Scalar, (rows, dropped, 0))
+        others = [dim for dim in _reduced(node) if dim]
+        dims = [*range(self._num_dims), *(dim - 1 + self._num_dims for dim in others)]
+        options = {} if argument(node, "dtype") is None else {"dtype": argument(node, "dtype")}
+        total = insert(node, aten.sum.dim_IntList, (kept, dims), options)
+        if node.target in _MEANS:
+            number = insert(node, aten.sum.default, (self._mask,))
+            number = insert(node, aten.mul.Tensor, (number, math.prod(shape(source)[dim] for dim in others)))
+            total = insert(node, aten.div.Tensor, (total, number))
+        return insert(node, aten.reshape.default, (total, list(shape(node))))
+
+    def _spread(self, node: fx.Node, table: fx.Node) -> fx.Node:
+        """The mask with dims of one for what is behind the dims of ``table`` that it is of."""
+        behind = [1] * (len(shape(table)) - self._num_dims)
+        return insert(node, aten.reshape.default, (self._mask, [*shape(self._mask), *behind])) if behind else self._mask
+
+
+def _reduced(node: fx.Node) -> list[int]:
+    """The dims that a sum or mean takes away."""
+    rank = len(shape(node.args[0]))  # type: ignore[arg-type]
+    dims = argument(node, "dim") if node.target in (aten.sum.dim_IntList, aten.mean.dim) else None
+    return [dim % rank for dim in dims] if dims else list(range(rank))
+
+
+def _is_finite(node: fx.Node) -> bool:
+    """Whether the derivative of an operator is finite wherever its operands are."""
+    if not isinstance(node.target, OpOverload):
+        return True  # one of several results
+    name = str(node.target).split(".")[1]
+    if name == "pow":
+        return isinstance(node.args[1], int) and node.args[1] >= 1
+    if name == "div":
+        return not isinstance(node.args[1], fx.Node)
+    return name in _FINITE
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a node depends on nothing that the graph is given."""
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        if current.op in ("placeholder", "get_attr") and is_tensor(current):
+            return False
+        stack += [operand for operand in current.all_input_nodes if operand not in seen]
+        seen.update(current.all_input_nodes)
+    return True

@@ -1,0 +1,119 @@
+"""Rows that a mask of unknown values picks, put back or added up: exact, with gradients, whatever the mask picks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from passes.capture import CaptureError, capture
+from tests.capture_parity import assert_parity
+from tests.test_capture_passes import check, ops
+
+
+def put(y: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    result = y.clone()
+    result[index] = value
+    return result
+
+
+def rows_of(y: torch.Tensor) -> torch.Tensor:
+    return y.sum(-1) > 0
+
+
+def scaled_in_place(y: torch.Tensor) -> torch.Tensor:
+    result = y.clone()
+    result[rows_of(y)] *= 3
+    return result
+
+
+ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "put": lambda y: put(torch.zeros_like(y), rows_of(y), y[rows_of(y)] * 2),
+    "put elsewhere": lambda y: put(y, y > 0, y[y > 0].sin()),
+    "put by places": lambda y: put(y, torch.where(rows_of(y)), y[torch.where(rows_of(y))] + 1),
+    "in place": scaled_in_place,
+    "added": lambda y: y.index_put(torch.where(rows_of(y)), y[rows_of(y)].tanh(), accumulate=True),
+    "means of rows taken away": lambda y: put(y, rows_of(y), y[rows_of(y)] - y[rows_of(y)].mean(1, keepdim=True)),
+    "sum": lambda y: y[rows_of(y)].sum(0),
+    "sum, dims kept": lambda y: y[rows_of(y)].sum((0, 1), keepdim=True),
+    "mean": lambda y: y[rows_of(y)].square().mean(),
+    "mean of rows": lambda y: y[rows_of(y)].mean(0),
+    "mean over rows and more": lambda y: y[(y.sum((1, 2)) > 0)].mean((0, -1)),
+    "masked_select": lambda y: y.masked_select(y > 0).pow(2).mean(),
+    "divided by their number": lambda y: y[rows_of(y)].sum() / rows_of(y).sum().clamp(min=1),
+    "of two tensors": lambda y: F.mse_loss(y[y > 0], torch.ones_like(y)[y > 0]),
+    "cross-entropy": lambda y: F.cross_entropy(y[rows_of(y)], torch.arange(15).reshape(3, 5)[rows_of(y)] % 4),
+    "a derivative that is not finite at others": lambda y: y[y > 0].log().sum() + y[y > 0].sqrt().mean(),
+    "no row": lambda y: y[y > 1e9].sum() + y.sum(),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_computed_of_picked_rows_is_that_of_all_rows_and_a_choice(name: str) -> None:
+    assert not {"aten.nonzero_static.default", "aten.index_put.default"} & set(check(ROWS[name], 3, 5, 4))
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "their number": lambda y: y[rows_of(y)].sum() / y[rows_of(y)].shape[0],
+    "in their order": lambda y: y[rows_of(y)].cumsum(0).sum(),
+    "their largest": lambda y: y[rows_of(y)].amax(0),
+    "each with the next": lambda y: (y[rows_of(y)] - y[rows_of(y)].roll(1, 0)).sum(),
+    "a root of weights": lambda y: (y[y > 0] + y.sum()).sqrt().sum(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_know_of_each_other_are_refused(name: str) -> None:
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 5, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return REFUSED[name](x * self.weight)
+
+    with pytest.raises(CaptureError, match=r"how many (rows|entries of) a mask"):
+        capture(Picking(), args=(torch.randn(3, 5, 4),))
+
+
+class OfOwnLayer(nn.Module):
+    """A layer that rows go through whose own sum says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return put(y, rows_of(y), self.own(y[rows_of(y)]).relu()).square().sum()
+
+
+def test_rows_go_through_a_layer_of_their_own() -> None:
+    torch.manual_seed(0)
+    assert "aten.index_put.default" not in ops(assert_parity(OfOwnLayer().double(), args=(torch.randn(6, 4).double(),)))
+
+
+class HardExamples(nn.Module):
+    """The mean loss of the samples that are over a bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        losses = F.cross_entropy(x, y, reduction="none")
+        return {"loss": losses[losses > 1.9].mean()}
+
+
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2,tp=2", {}), ("pp=2", {"fix": {"num_microbatches": 2}})])
+def test_the_mean_over_picked_samples_is_that_of_the_global_batch(mesh: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 8), "y": torch.arange(8)}
+    assert planner.verify(HardExamples(), mesh, batch=batch, **options).ok
