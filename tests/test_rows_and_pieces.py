@@ -188,3 +188,13 @@ def test_a_place_that_the_inputs_decide_is_a_number() -> None:
             return self.weight[:, lengths.max() - 1].square().sum()
 
     assert "aten.index.Tensor" not in ops(assert_parity(Last(), args=(torch.tensor([2, 4, 1]),)))
+
+
+def test_a_call_whose_error_the_model_catches_is_not_there() -> None:
+    def reshaped(y: torch.Tensor) -> torch.Tensor:
+        try:
+            return y.reshape(5, -1)
+        except RuntimeError:
+            return y.exp()
+
+    assert check(reshaped, 4, 6) == ["aten.exp.default"]

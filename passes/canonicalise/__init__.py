@@ -14,7 +14,7 @@ from passes.canonicalise.constants import CONSTANT, mark_constants
 from passes.canonicalise.counted_lookups import view_counted_lookups
 from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_entropy
 from passes.canonicalise.ctc_losses import write_out_ctc_losses
-from passes.canonicalise.dead_code import drop_dead_code
+from passes.canonicalise.dead_code import drop_dead_code, drop_failed_calls
 from passes.canonicalise.dense_biases import make_biases_dense
 from passes.canonicalise.dense_experts import route_dense_experts
 from passes.canonicalise.elementwise_checks import check_each_element
@@ -87,6 +87,7 @@ def canonicalise(
         CaptureError: if something in the graph has no functional form.
     """
     inline_regions(module)
+    drop_failed_calls(module)
     drop_asserts(module)
     write_out_ctc_losses(module)
     fix_sizes(module)
