@@ -198,3 +198,8 @@ def test_a_call_whose_error_the_model_catches_is_not_there() -> None:
             return y.exp()
 
     assert check(reshaped, 4, 6) == ["aten.exp.default"]
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 6), (6, 3)])
+def test_a_diagonal_is_filled(sizes: tuple[int, int]) -> None:
+    assert "aten.masked_fill.Scalar" in check(lambda y: (y * 2).fill_diagonal_(0.5), *sizes)

@@ -22,9 +22,11 @@ from rules_harness import (
     local_call,
     make_case,
 )
+from torch import nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
+import planner
 from passes.emit.conversion_calls import conversion_call
 from passes.emit.expressions import expression
 from passes.ir.conversions import CONVERSIONS, Step
@@ -183,3 +185,22 @@ def test_an_odd_vocabulary_is_cut_and_trains_as_in_plain_torch(results: dict[str
     if "rows" in PLANS[name]:
         assert results[name]["shards"]["embed.weight"] == PLANS[name]["rows"]
     assert "vocabulary=257" in results[name]["source"]
+
+
+class FirstColumns(nn.Module):
+    """Cuts one dim where three ranks have other sizes of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.inner(x)
+        alike = (y @ y.t()).fill_diagonal_(-1e9).log_softmax(1)
+        return {"loss": -alike[:, :4].mean()}
+
+
+def test_a_tensor_of_uneven_parts_is_sliced_along_another_dim() -> None:
+    torch.manual_seed(0)
+    report = planner.verify(FirstColumns(), "tp=3", batch={"x": torch.randn(8, 8)})
+    assert report.ok and "[:, :4]" in report.source

@@ -216,6 +216,16 @@ def _copied(node: fx.Node, target: fx.Node) -> fx.Node:
     return insert(node, aten.alias.default, (source,))
 
 
+def _with_diagonal(node: fx.Node, target: fx.Node) -> fx.Node:
+    sizes = shape(target)
+    if len(sizes) != 2 or (argument(node, "wrap") and sizes[0] > sizes[1]):
+        raise CaptureError(
+            "fill_diagonal_ of more than two dims, or that wraps around, has no functional form: write torch.where"
+        )
+    on_it = insert(node, aten.eye.m, sizes, {"dtype": torch.bool, "device": value(target).device})
+    return insert(node, aten.masked_fill.Scalar, (target, on_it, argument(node, "fill_value")))
+
+
 #: In place by name, and writing no number.
 _WITHOUT_WRITING = ("aten.detach_.default", "aten.requires_grad_.default")
 
@@ -223,6 +233,7 @@ _SPECIAL: dict[str, Callable[[fx.Node, fx.Node], fx.Node]] = {
     "aten.copy_.default": _copied,
     "aten.fill_.Scalar": lambda node, target: insert(node, aten.full_like.default, (target, node.args[1])),
     "aten.fill_.Tensor": lambda node, target: _copied(node, target),
+    "aten.fill_diagonal_.default": _with_diagonal,
     "aten.zero_.default": lambda node, target: insert(node, aten.zeros_like.default, (target,)),
     "aten.detach_.default": lambda node, target: insert(node, aten.detach.default, (target,)),
     "aten.requires_grad_.default": lambda node, target: insert(node, aten.alias.default, (target,)),

@@ -30,7 +30,7 @@ def shapes_looked_up() -> Iterator[None]:
     """Inside the block, a ``LocalTensor`` is asked for its sizes and strides without running an operator on each rank.
 
     torch asks thrice for each view, and enters a mode with a copy of every rank's random state each time: a third of
-    a training step. Needed up to torch 2.13.
+    a training step. And it is cut where ranks have other sizes (``x[:, :4]``), which fails. Needed up to torch 2.13.
     """
     original = vars(LocalTensor)["__torch_dispatch__"]
 
@@ -39,10 +39,25 @@ def shapes_looked_up() -> Iterator[None]:
         return original.__get__(None, cls)(func, types, args, kwargs) if look_up is None else look_up(args[0])
 
     LocalTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment, method-assign]
+    LocalTensor.__getitem__ = _indexed  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         LocalTensor.__torch_dispatch__ = original  # type: ignore[method-assign]
+        del LocalTensor.__getitem__
+
+
+def _indexed(tensor: LocalTensor, index: Any) -> torch.Tensor:
+    """``tensor[index]``; of slices alone one after the other, without those of whole dims: torch cannot tell these."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(entry, slice) for entry in entries):
+        return torch.Tensor.__getitem__(tensor, index)
+    result: torch.Tensor = tensor
+    for dim, entry in enumerate(entries):
+        if entry != slice(None):
+            step = 1 if entry.step is None else entry.step
+            result = torch.ops.aten.slice.Tensor(result, dim, entry.start, entry.stop, step)
+    return result.view_as(result) if result is tensor else result
 
 
 def _sizes(tensor: LocalTensor) -> list[int]:
