@@ -68,7 +68,9 @@ def check_weights(programs: StepPrograms, like: StepPrograms, plan: Plan) -> Non
         if unknown:
             raise ValueError(
                 f"this call uses {unknown[0]!r} in pipeline chunk {stage.index + 1}, which training does not: "
-                "compile with example_inputs that use all weights that calls do"
+                "compile with example_inputs that use all weights that calls do, in the loss too if there is one (what "
+                "it does not depend on is no part of a step), or plan with axis sizes alone (planner.compile(model, "
+                "'dp=2'))"
             )
         elsewhere = [path for path, state in planned.items() if state is None and stage.index]
         if elsewhere:
