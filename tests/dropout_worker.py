@@ -46,13 +46,17 @@ def gradients_on_one_device(model: torch.nn.Module, batch: dict[str, torch.Tenso
 
 
 def gradients_of_plan(parallel: ParallelModule, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The same of a parallel module, on every rank."""
+    """The same of a parallel module, on every rank; the last step is a call that the script differentiates."""
     ops.seed(SEED)
     gradients_of_steps = []
-    for _ in range(STEPS):
+    for step in range(1, STEPS + 1):
         parallel.zero_grad()
-        loss = parallel.train_step(**batch)
-        gradients_of_steps.append({"loss": loss, **parallel.full_gradients()})
+        if step < STEPS:
+            loss = parallel.train_step(**batch)
+        else:
+            loss = parallel(**batch).loss
+            loss.backward()
+        gradients_of_steps.append({"loss": loss.detach(), **parallel.full_gradients()})
     return gradients_of_steps
 
 

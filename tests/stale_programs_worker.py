@@ -173,6 +173,48 @@ def modes_of_submodules_are_followed(pair: Pair) -> bool:
     return all(results) and torch.allclose(loss, pair.model(X)["loss"].detach(), rtol=1e-9)
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.gain, self.gate = 1.0, Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate(torch.tanh(self.linear(x)) * self.gain)
+
+
+class Layers(nn.Module):
+    """Repeats a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def a_repeated_layer_may_become_unlike_the_others(pair: Pair) -> bool:
+    """Its mode, or a number of it; also where the plan is one of stages."""
+    results = []
+    for target in (pair.target, "pp=2"):
+        model, parallel = Layers(), planner.compile(Layers(), target, example_inputs={"x": X})
+        for layer in (2, 0):
+            for module in (model, parallel):
+                module.get_submodule(f"layers.{layer}.gate").eval()
+                module.get_submodule(f"layers.{layer + 1}").gain = 0.5
+            loss = model(X)
+            gradients = torch.autograd.grad(loss, model.layers[1].linear.weight)[0]
+            parallel.zero_grad()
+            results.append(torch.allclose(parallel.train_step(x=X), loss, rtol=1e-9))
+            own = parallel.full_gradients()["layers.1.linear.weight"]
+            results.append(torch.allclose(own, gradients, rtol=1e-9))
+    return all(results)
+
+
 def freezing_is_followed_or_refused(pair: Pair) -> bool:
     """Of a part of the original it is refused, of the parallel module's it is followed."""
     results = []
@@ -281,6 +323,7 @@ SCENARIOS = (
     attributes_of_the_parallel_module_are_followed,
     globals_and_classes_are_followed,
     modes_of_submodules_are_followed,
+    a_repeated_layer_may_become_unlike_the_others,
     freezing_is_followed_or_refused,
     other_changes_are_announced,
     hooks_that_would_not_be_called_are_refused,

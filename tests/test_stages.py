@@ -262,6 +262,29 @@ def test_a_call_gives_the_outputs_of_every_chunk() -> None:
         torch.testing.assert_close(whole[name], tensor.detach(), rtol=1e-12, atol=1e-12)
 
 
+class Policy(nn.Module):
+    """Returns a parameter as it is, as policies return the logarithm of their spread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.log_spread = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.second(torch.tanh(self.first(x))), self.log_spread
+
+
+def test_a_parameter_may_be_an_output() -> None:
+    model, x = seeded(Policy), torch.randn(4, 4, dtype=torch.float64)
+    parallel = planner.compile(seeded(Policy), "pp=1,dp=1", example_inputs=(x,))
+    for module in (model, parallel):
+        mean, log_spread = module(x)
+        ((mean * log_spread.exp()).square().mean() + log_spread.sum()).backward()
+    for name, gradient in parallel.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+    assert len(parallel.full_gradients()) == 5
+
+
 class CallsBack(models.Chain):
     """Without a target, the first layer is run once more behind the last."""
 

@@ -6,8 +6,11 @@
 
 which is 0 where the target is ``ignore_index``, and ordinary sums and divisions for the reduction. Views that flatten
 ``[batch, sequence, v]`` to ``[batch*sequence, v]`` before the loss are undone, so that batch and sequence stay dims
-of their own. Class weights multiply the loss of each token. Probabilities as targets, and class weights together with
-label smoothing, are left as they are.
+of their own. Class weights multiply the loss of each token; with label smoothing s over V classes it is
+
+    (1 − s) w[target] loss + s / V · Σ_v −w[v] log p[v]
+
+Probabilities as targets are left as they are.
 """
 
 from __future__ import annotations
@@ -48,9 +51,7 @@ def cross_entropy(
 def split_cross_entropy(module: fx.GraphModule) -> None:
     for node in calls(module.graph, aten.cross_entropy_loss.default):
         logits, target = node.args[:2]
-        smoothing = argument(node, "label_smoothing")
-        if smoothing == 0.0 or argument(node, "weight") is None:
-            _split(node, logits, target, smoothing)
+        _split(node, logits, target, argument(node, "label_smoothing"))
     for node in calls(module.graph, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default):
         scores, target = node.args[:2]
         assert isinstance(scores, fx.Node)
@@ -69,12 +70,14 @@ def _split(node: fx.Node, logits: Any, target: Any, smoothing: float) -> None:
     logits = _unflattened(_classes_last(node, logits))
     lead_inside = shape(logits)[:-1]
     target = _reshaped(node, target, lead_inside)
-    losses = insert(node, cross_entropy, (logits, target, ignored, smoothing))
     valid = insert(node, aten.ne.Scalar, (target, ignored))
     weight, count = argument(node, "weight"), valid
+    losses = insert(node, cross_entropy, (logits, target, ignored, smoothing if weight is None else 0.0))
     if weight is not None:
         count = _weights(node, weight, target, valid)
         losses = insert(node, aten.mul.Tensor, (losses, count))
+        if smoothing:
+            losses = _smoothed(node, losses, logits, weight, valid, smoothing)
     reduction = argument(node, "reduction")
     if reduction == _NONE:
         replace(node, _reshaped(node, losses, lead))
@@ -120,3 +123,13 @@ def _weights(node: fx.Node, weight: fx.Node, target: fx.Node, valid: fx.Node) ->
     """The class weight of every token, 0 where it is ignored."""
     safe = insert(node, aten.mul.Tensor, (target, valid))
     return insert(node, aten.mul.Tensor, (insert(node, aten.index.Tensor, (weight, [safe])), valid))
+
+
+def _smoothed(
+    node: fx.Node, losses: fx.Node, logits: fx.Node, weight: fx.Node, valid: fx.Node, smoothing: float
+) -> fx.Node:
+    """Weighed losses of tokens with their share of those of all classes, which counts where a token does."""
+    products = insert(node, aten.mul.Tensor, (insert(node, aten.log_softmax.int, (logits, -1)), weight))
+    of_classes = insert(node, aten.mul.Tensor, (insert(node, aten.sum.dim_IntList, (products, [-1])), valid))
+    share = insert(node, aten.mul.Tensor, (of_classes, smoothing / shape(logits)[-1]))
+    return insert(node, aten.sub.Tensor, (insert(node, aten.mul.Tensor, (losses, 1.0 - smoothing)), share))

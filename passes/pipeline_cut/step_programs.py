@@ -289,12 +289,9 @@ def _state_refs(section: Section) -> list[StateRef]:
 
 
 def _shared_states(body: ChunkBody, graph: Graph) -> Sequence[str]:
-    """Paths of the states that operations outside of units take."""
-    return list(
-        dict.fromkeys(
-            local.state.path for operation in body.operations for local in used_by(operation) if local.state is not None
-        )
-    )
+    """Paths of the states that operations outside of units take, and of those that are results as they are."""
+    used = [local for operation in body.operations for local in used_by(operation)]
+    return list(dict.fromkeys(local.state.path for local in (*used, *body.sent) if local.state is not None))
 
 
 def _totals_graph(whole: ShardedGraph, sums: Additive) -> ShardedGraph | None:

@@ -14,11 +14,11 @@ from passes.shard import (
     Compute,
     Convert,
     Local,
-    PlanMismatch,
     Repeat,
     RepeatedBlock,
     Section,
     StateRef,
+    UnitMismatch,
     UnitPolicy,
 )
 from passes.shard.operations import Operation, made_by, used_by
@@ -55,7 +55,7 @@ def parts_of(
     """The parts of ``body``, in order: the plan's groups or, if it is told ``where`` weights are, what goes with those.
 
     Raises:
-        PlanMismatch: if the plan's groups are not the units of this graph.
+        UnitMismatch: if the plan's groups are not the units of this graph.
     """
     groups = _planned(graph, runs, body, step) if where is None else by_weights(graph, runs, body, where)
     chain_parts: list[ChainPart] = []
@@ -84,14 +84,14 @@ def _planned(
     for index, chunk in enumerate(step.chunks):
         for group in chunk.groups:
             if unit >= len(units) or first + group.count > units[unit].count:
-                raise PlanMismatch(f"the plan's stages do not fit this graph: there is no unit for {group.unit!r}")
+                raise UnitMismatch(f"the plan's stages do not fit this graph: there is no unit for {group.unit!r}")
             policy = UnitPolicy(group.runs_again, group.zero)
             yield index, policy, units[unit], pieces.get(unit, []), first, group.count
             first += group.count
             if first == units[unit].count:
                 unit, first = unit + 1, 0
     if unit != len(units):
-        raise PlanMismatch(f"the plan's stages do not fit this graph: {units[unit].name!r} is in none of them")
+        raise UnitMismatch(f"the plan's stages do not fit this graph: {units[unit].name!r} is in none of them")
 
 
 def _by_unit(body: Sequence[Operation], units: Sequence[ModelUnit]) -> Mapping[int, list[Operation]]:

@@ -6,7 +6,7 @@ converted once, outside the loop; what a copy takes from the one before it has o
 """
 
 from passes.shard.apply_plan import shard
-from passes.shard.context import PlanMismatch, UndividedError, input_key
+from passes.shard.context import PlanMismatch, UndividedError, UnitMismatch, input_key
 from passes.shard.sharded_graph import (
     Compute,
     Convert,
@@ -30,6 +30,7 @@ __all__ = [
     "ShardedGraph",
     "StateRef",
     "UndividedError",
+    "UnitMismatch",
     "UnitPolicy",
     "input_key",
     "shard",

@@ -23,6 +23,10 @@ class PlanMismatch(ValueError):
     """The plan's model is this one, but it does not cover this graph (another mode or other arguments)."""
 
 
+class UnitMismatch(PlanMismatch):
+    """The units of a graph are not those of the plan's groups."""
+
+
 class UndividedError(PlanMismatch):
     """The plan cuts a tensor of this graph into parts that are not equal, where they must be.
 

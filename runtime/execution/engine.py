@@ -205,14 +205,14 @@ class Engine:
         ``parameters`` gives those trained ones, as users see them, whose gradients a script may ask autograd for. They
         are asked for when the call's programs are prepared, which may cut the weights anew.
         """
-        by_steps = self.places.num_stages > 1 and self.model.training and torch.is_grad_enabled()
-        training = None if by_steps else False
+        is_training = self.model.training and torch.is_grad_enabled()
+        training = None if is_training and self.places.num_stages > 1 else False
         call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs, training=training)
         if prepared.trains:
             path = prepared.last.outputs[0].path
             step = partial(self._step, call, prepared, local_inputs, 1.0)
             return differentiable(path, self._trained(), parameters(), step)
-        ops.begin_step(training=False)
+        ops.begin_step(training=is_training)  # as with a pipeline, where such a call is a step: the draws are the same
         prepared.effects.write_parameters(self.state)
         read_later = prepared.effects.buffers_here(self.state) if torch.is_grad_enabled() else ()
         with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end(read_later):

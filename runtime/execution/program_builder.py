@@ -44,7 +44,7 @@ from runtime.execution.state_info import Placing
 from runtime.execution.step_state import StepState
 from runtime.execution.totals_ahead import counting_of, totals_of
 from runtime.execution.value_cases import CallValues, ValueCases, with_values_gathered
-from runtime.execution.weights_of_calls import check_weights, has_weights_elsewhere, with_unused_weights
+from runtime.execution.weights_of_calls import cut_with_weights, with_unused_weights
 from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
@@ -333,7 +333,6 @@ class Maker:
     def _cut(self, graph: Graph, *, training: bool, split: BatchSplit) -> StepPrograms:
         assert self.plan is not None
         outputs = None if training else tuple(graph.outputs)
-        like = None if training else self._first
         own_plan = self.plan
         whole_step = own_plan.step.decides_units
 
@@ -349,13 +348,7 @@ class Maker:
             )
 
         def cut(plan: Plan) -> StepPrograms:
-            programs = cut_like(plan, like)
-            first = self._first
-            if first is not None and like is None and has_weights_elsewhere(programs, first):
-                programs = cut_like(plan, first)  # another call, which uses a weight later than the plan's
-            if first is not None:
-                check_weights(programs, first, own_plan)
-            return programs
+            return cut_with_weights(lambda like: cut_like(plan, like), own_plan, self._first, follows_plan=training)
 
         try:
             return cut(self._for_call(graph))

@@ -10,6 +10,7 @@ from passes.ir.types import R
 from passes.pipeline_cut import StageGraph, StepPrograms
 from passes.plan import Plan
 from passes.plan.plan_data import TensorPlan
+from passes.shard import UnitMismatch
 
 
 def with_unused_weights(plan: Plan, graph: Graph, names: Collection[str], trains: Callable[[str], bool]) -> Plan:
@@ -26,6 +27,34 @@ def with_unused_weights(plan: Plan, graph: Graph, names: Collection[str], trains
     return dataclasses.replace(plan, states={**plan.states, **unused}) if unused else plan
 
 
+def cut_with_weights(
+    cut: Callable[[StepPrograms | None], StepPrograms],
+    plan: Plan,
+    first: StepPrograms | None,
+    *,
+    follows_plan: bool,
+) -> StepPrograms:
+    """Programs of a call of ``plan``: its operators are in the plan's groups, or where ``first`` has their weights.
+
+    The second if the call's units are not the plan's (of a repeated layer that is unlike the others by now), if it uses
+    a weight later than the plan's, and unless it ``follows_plan``.
+
+    Args:
+        cut: programs like others that are given, or by the plan's groups.
+        first: programs of the plan's own training step; None while they are made.
+    """
+    if first is None:
+        return cut(None)
+    try:
+        programs = cut(None if follows_plan else first)
+    except UnitMismatch:
+        programs = cut(first)
+    if follows_plan and has_weights_elsewhere(programs, first):
+        programs = cut(first)
+    check_weights(programs, first, plan)
+    return programs
+
+
 def check_weights(programs: StepPrograms, like: StepPrograms, plan: Plan) -> None:
     """Raise ValueError, on all ranks alike, if a chunk uses weights that its stage does not have.
 
@@ -39,7 +68,9 @@ def check_weights(programs: StepPrograms, like: StepPrograms, plan: Plan) -> Non
         if unknown:
             raise ValueError(
                 f"this call uses {unknown[0]!r} in pipeline chunk {stage.index + 1}, which training does not: "
-                "compile with example_inputs that use all weights that calls do"
+                "compile with example_inputs that use all weights that calls do, in the loss too if there is one (what "
+                "it does not depend on is no part of a step), or plan with axis sizes alone (planner.compile(model, "
+                "'dp=2'))"
             )
         elsewhere = [path for path, state in planned.items() if state is None and stage.index]
         if elsewhere:
