@@ -102,6 +102,10 @@ def _unequal(search: Search, cluster: Cluster) -> Iterator[str]:
         ranks.append(f"ranks {first}–{first + group.count - 1} on {group.device.name}")
         first += group.count
     yield f"start the processes in this order: {', '.join(ranks)}; costs of one micro-batch are the slowest device's"
+    yield (
+        "the bound is over plans that split operators as is best in seconds weighted by kind of device, one way a "
+        "layout: planner explain shows what others would take"
+    )
 
 
 def _splits_copies_alike(search: Search) -> bool:
