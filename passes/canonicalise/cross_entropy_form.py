@@ -70,9 +70,9 @@ def _split(node: fx.Node, logits: Any, target: Any, smoothing: float) -> None:
     logits = _unflattened(_classes_last(node, logits))
     lead_inside = shape(logits)[:-1]
     target = _reshaped(node, target, lead_inside)
-    valid = insert(node, aten.ne.Scalar, (target, ignored))
-    weight, count = argument(node, "weight"), valid
+    weight = argument(node, "weight")
     losses = insert(node, cross_entropy, (logits, target, ignored, smoothing if weight is None else 0.0))
+    count = valid = insert(node, aten.ne.Scalar, (target, ignored))
     if weight is not None:
         count = _weights(node, weight, target, valid)
         losses = insert(node, aten.mul.Tensor, (losses, count))
