@@ -19,7 +19,7 @@ from passes.plan import Plan
 from planner.planning import as_mesh_shape
 from planner.whole_step.candidates.demands import asks_for_step, check_time_limit, fixed_axes
 from planner.whole_step.candidates.mesh_layout import AXES
-from runtime.launch.groups import mesh_of_axes
+from runtime.launch.groups import axes_in_rank_order, mesh_of_axes
 from runtime.launch.place import find_place
 from runtime.launch.process import init
 
@@ -35,10 +35,13 @@ def read_target(target: Target) -> DeviceMesh | MeshShape | Plan | Cluster:
     cluster's short form (``"dgx-h100:1"``).
 
     Raises:
-        ValueError: if a file cannot be read, or text has none of these forms.
+        ValueError: if a file cannot be read, text has none of these forms, or the ranks of a ``DeviceMesh`` do not
+            ascend along its axes.
     """
     if isinstance(target, Mapping):
         return as_mesh_shape(target)
+    if isinstance(target, DeviceMesh) and target.mesh_dim_names:
+        axes_in_rank_order(target)
     if not isinstance(target, (str, Path)):
         return target
     text = str(target)

@@ -48,6 +48,8 @@ STEPS: list[dict[str, Any]] = [
         ("dp=2,ep=2", {"zero": 1}),
         ("dp=2,ep=2", {"zero": 3, "num_microbatches": 2, "recompute": "full"}),
         ("ep=2,tp=2", {"zero": 2}),
+        # On the ranks the axis of experts is the inner one, in programs that of the context.
+        ("ep=2,cp=2", {"zero": 3}),
     )
 ]
 #: Loops over modules, all of whose tokens are alike in some batches.

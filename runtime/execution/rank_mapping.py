@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, Placement
 from passes.pipeline_cut import BATCH_AXIS
-from runtime.launch.groups import flattened_group, group_of, mesh_along, shared_group
+from runtime.launch.groups import axes_in_rank_order, flattened_group, group_of, mesh_along, shared_group
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.layout import Layout, RankLayout, VirtualLayout, part_of
 from runtime.state.owned import rectangle
@@ -64,6 +64,8 @@ class Places(Protocol):
     stage: int | None
     num_stages: int
     pipeline_group: dist.ProcessGroup | None
+
+    def in_rank_order(self, axes: tuple[str, ...]) -> tuple[str, ...]: ...
 
     def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None: ...
 
@@ -125,6 +127,10 @@ class RankPlaces:
     def everyone(self) -> dist.ProcessGroup | None:
         """All ranks of the step; None for a rank alone."""
         return self._everyone
+
+    def in_rank_order(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """``axes`` from the one that joins ranks furthest apart inwards, as their common group numbers its ranks."""
+        return tuple(axis for axis in axes_in_rank_order(self.layout.device_mesh) if axis in axes)
 
     def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         """This rank's group over several axes of the programs together; None for one rank (all ranks must call it)."""
@@ -240,6 +246,9 @@ class VirtualPlaces:
         self.stage: int | None = None
         self.pipeline_group: dist.ProcessGroup | None = None
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    def in_rank_order(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return axes  # virtual ranks are numbered in the order of the mesh
 
     def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         return _group_over(axes, self.layout, self._groups)
@@ -394,7 +403,8 @@ def _parameter_mesh(layout: Layout, data_axes: tuple[str, ...], pieces: PieceGro
     mesh, inner = layout.mesh, layout.device_mesh
     axes = piece_axes(mesh, data_axes)
     outer = [mesh.names.index(axis) for axis in axes]
-    rest = [place for place in range(len(mesh.names)) if place not in outer]
+    cut = [mesh.names.index(axis) for axis in data_axes]
+    rest = [*(place for place in range(len(mesh.names)) if place not in (*outer, *cut)), *cut]
     groups, names, sizes = [inner.get_group(axis) for axis in axes], list(axes), [mesh.size(axis) for axis in axes]
     together, replicas = pieces
     for group, name in ((replicas, "replicas"), (together, "data")):

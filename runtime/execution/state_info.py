@@ -29,7 +29,7 @@ class StateInfo:
         names: its names in the model, the one that programs use first.
         dtype, owner_dtype, gradient_dtype: that it computes in, that this rank keeps, that gradients are added up in.
         placement: on the programs' mesh; R on ``data_axes``.
-        data_axes: over which its gradient is summed outside of the programs.
+        data_axes: over which its gradient is summed outside of the programs, in the order of their ranks.
         used: whether any program uses it.
         sharded: whether each data rank owns a piece of it only (ZeRO 1 to 3; without dims there are no pieces).
         zero_ranks: over how many neighbours of the data ranks pieces are divided; 0: over all.
@@ -104,10 +104,10 @@ class StateInfo:
         return _product(mesh, self.data_axes)
 
     def _data_rank(self, mesh: MeshShape, coordinate: tuple[int, ...]) -> int:
+        """The number of the rank at a coordinate among those that the pieces are divided over."""
         rank = 0
-        for name, size, index in zip(mesh.names, mesh.sizes, coordinate):
-            if name in self.data_axes:
-                rank = rank * size + index
+        for axis in self.data_axes:
+            rank = rank * mesh.size(axis) + coordinate[mesh.names.index(axis)]
         return rank
 
 

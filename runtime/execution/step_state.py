@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -59,7 +60,7 @@ class StepState:
     def place(self, placing: Placing) -> None:
         """Cut every tensor of the first rank as a plan says; those that it does not name stay whole."""
         before, self.placing, self.deferral = list(self.everything()), placing, placing.deferral
-        infos = [placing.placed(info) for info in before]
+        infos = [self._placed(info, placing) for info in before]
         for axes in dict.fromkeys(info.data_axes for info in infos):
             self.places.group_over(axes)  # Made by all ranks, also by those that have no parameter of these.
         self._pieces = next(((info.data_axes, info.zero_ranks) for info in infos if info.sharded), ((), 0))
@@ -74,6 +75,10 @@ class StepState:
                 self._put(info, self._cut(info, whole.detach()), owner)
         self._note_frozen()
 
+    def _placed(self, info: StateInfo, placing: Placing) -> StateInfo:
+        new = placing.placed(info)
+        return dataclasses.replace(new, data_axes=self.places.in_rank_order(new.data_axes))
+
     def adopt(self, placing: Placing) -> None:
         """Take up another plan's placements of tensors that the plans so far did not use.
 
@@ -83,7 +88,7 @@ class StepState:
         assert self.placing is not None
         planned_states = self.placing.plan.states
         for info in list(self.everything()):
-            new = placing.placed(info)
+            new = self._placed(info, placing)
             if new == info or not any(name in placing.plan.states for name in info.names):
                 continue
             if any(name in planned_states for name in info.names):

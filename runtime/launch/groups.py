@@ -110,6 +110,26 @@ def mesh_along(device_mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_mesh.device_type, mesh=ranks.contiguous(), mesh_dim_names=tuple(names))
 
 
+def axes_in_rank_order(device_mesh: DeviceMesh) -> tuple[str, ...]:
+    """Its axes, from the one that joins ranks furthest apart inwards: as groups, which sort them, number their ranks.
+
+    Raises:
+        ValueError: if ranks do not ascend along all axes together in any order of them.
+    """
+    ranks, names = device_mesh.mesh, device_mesh.mesh_dim_names or ()
+    strides = [
+        int(ranks.movedim(axis, 0).reshape(size, -1)[:2, 0].diff().sum()) for axis, size in enumerate(ranks.shape)
+    ]
+    order = sorted(range(ranks.ndim), key=lambda axis: -strides[axis])
+    if bool((ranks.permute(order).flatten().diff() <= 0).any()):
+        raise ValueError(
+            f"the ranks of a mesh must ascend along its axes {', '.join(names)}, as process groups number them; these "
+            f"are {ranks.tolist()}: sort them (torch.arange(…).reshape(…), its dims permuted as need be), and start "
+            "processes on the devices that are to have these ranks"
+        )
+    return tuple(names[axis] for axis in order)
+
+
 def flattened_group(device_mesh: DeviceMesh, name: str) -> ProcessGroup:
     """One group of all ranks along all axes of ``device_mesh`` that this rank is on, made once for each ``name``."""
     if group_is_split_from_default():
