@@ -98,6 +98,18 @@ def test_rows_go_through_a_layer_of_their_own() -> None:
     assert "aten.index_put.default" not in ops(assert_parity(OfOwnLayer().double(), args=(torch.randn(6, 4).double(),)))
 
 
+class OnlyWhereThereAreRows(OfOwnLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return super().forward(x) if rows_of(y).any() else y.square().sum()
+
+
+def test_a_layer_that_is_left_out_where_the_mask_picks_nothing_is_refused() -> None:
+    """Its weights would have gradients of zeros for none, and AdamW would let them decay."""
+    with pytest.raises(CaptureError, match=r"rows that a mask picks go through 'own\.bias' only if there are any"):
+        capture(OnlyWhereThereAreRows(), args=(torch.randn(6, 4),))
+
+
 class HardExamples(nn.Module):
     """The mean loss of the samples that are over a bound."""
 

@@ -74,7 +74,7 @@ def canonicalise(
     trainable: Collection[str],
     picked: Mapping[int, str] | None = None,
     left_out: Collection[int] = (),
-) -> None:
+) -> set[str]:
     """Run every pass on ``module``, in place.
 
     Args:
@@ -82,6 +82,9 @@ def canonicalise(
             carry a gradient.
         picked: made-up numbers of rows that masks pick → where.
         left_out: those of them whose rows are left out.
+
+    Returns:
+        names of the placeholders that rows which a mask picks go through, as ``compute_all_rows``.
 
     Raises:
         CaptureError: if something in the graph has no functional form.
@@ -113,7 +116,7 @@ def canonicalise(
     split_cross_entropy(module)
     index_whole_rows(module)
     choose_by_mask(module)
-    gather_expert_loops(module, picked or {}, left_out=left_out)
+    of_layers = gather_expert_loops(module, picked or {}, left_out=left_out)
     join_expert_gates(module)
     join_expert_branches(module)
     unsort_experts(module)
@@ -139,3 +142,4 @@ def canonicalise(
     mark_constants(module, literals)
     drop_dead_code(module)
     refuse_other_random_operators(module)
+    return of_layers

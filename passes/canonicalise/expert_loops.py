@@ -34,18 +34,23 @@ from passes.ir.errors import CaptureError
 _FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
-def gather_expert_loops(module: fx.GraphModule, counts: Mapping[int, str], *, left_out: Collection[int] = ()) -> None:
+def gather_expert_loops(
+    module: fx.GraphModule, counts: Mapping[int, str], *, left_out: Collection[int] = ()
+) -> set[str]:
     """Replace what is written row by row.
 
     Args:
         counts: made-up numbers of rows → where the model picks them.
         left_out: those of them whose rows are left out.
 
+    Returns:
+        as ``compute_all_rows``, of rows that no loop over experts picks.
+
     Raises:
         CaptureError: if something else is done with picked rows.
     """
     if not counts:
-        return
+        return set()
     separate_losses_of_rows(module, counts)
     for node in calls(module.graph):
         write = _write(node, counts)
@@ -59,18 +64,20 @@ def gather_expert_loops(module: fx.GraphModule, counts: Mapping[int, str], *, le
     if left_out:
         leave_out_sums(module, left_out)
         drop_dead_code(module)
-        return
+        return set()
     drop_dead_code(module)
-    compute_all_rows(module, counts)
+    of_layers = compute_all_rows(module, counts)
     drop_dead_code(module)
     for node in calls(module.graph, aten.nonzero_static.default):
         place = counts.get(argument(node, "size"))
         if place is not None:
             raise CaptureError(
                 f"in {place}: the shape of a result depends on a value, which depends on the parameters: how many "
-                "rows a mask picks; and what is computed on them is not the same linear layers for every expert, row "
-                "by row, added up: compute every row and choose with torch.where"
+                "rows a mask picks; and what is computed on them is not each row's own, put back or added up, nor the "
+                "same linear layers for every expert, row by row, added up: compute every row and choose with "
+                "torch.where"
             )
+    return of_layers
 
 
 class _Write(NamedTuple):

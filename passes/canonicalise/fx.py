@@ -74,6 +74,13 @@ def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return target(*values, **named)
 
 
+def source_of(node: fx.Node) -> fx.Node:
+    """What a node is computed of alone, through any number of operators of one operand."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
+
+
 def replace(old: fx.Node, new: fx.Node) -> None:
     """``new`` takes the place of ``old`` everywhere, and ``old`` goes."""
     old.replace_all_uses_with(new)

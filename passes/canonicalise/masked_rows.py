@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from passes.canonicalise.expert_expressions import MaskPlaces, places_of, same_value
-from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape, value
+from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape, source_of, value
 from passes.canonicalise.row_operators import rebuild
 from passes.torch_compat.operators import OpOverload
 
@@ -43,17 +43,25 @@ _FINITE = frozenset(
 )
 
 
-def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> None:
+def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> set[str]:
     """Replace what is computed of picked rows alone.
 
     Args:
         counts: made-up numbers of rows → where the model picks them.
+
+    Returns:
+        names of the placeholders that rows go through (a layer's weights): where a model calls the layer only if there
+        are rows, these have no gradient when there are none, and all rows give them zeros.
     """
     _unite_masks(module.graph)
     nodes = list(calls(module.graph, aten.nonzero_static.default))
+    of_layers = set[str]()
     for mask in dict.fromkeys(node.args[0] for node in nodes if argument(node, "size") in counts):
         assert isinstance(mask, fx.Node)
-        _AllRows(module.graph, mask).replace()
+        rows = _AllRows(module.graph, mask)
+        of_layers |= {source.name for source in map(source_of, rows.others()) if source.op == "placeholder"}
+        rows.replace()
+    return of_layers
 
 
 def _unite_masks(graph: fx.Graph) -> None:
@@ -97,7 +105,7 @@ class _AllRows:
 
     def replace(self) -> None:
         is_detached = not all(map(_is_finite, self._row_operators()))
-        if is_detached and not self._all_others_are_constant():
+        if is_detached and not all(map(_is_constant, self.others())):
             return
         for node in calls(self._graph):
             if self._is_pick(node):
@@ -117,24 +125,19 @@ class _AllRows:
 
     def _row_operators(self) -> list[fx.Node]:
         """What is computed of picked rows until they are put back or added up, in order."""
-        found: dict[fx.Node, None] = {}
+        operators: dict[fx.Node, None] = {}
         picks = {node for node in calls(self._graph) if self._is_pick(node)}
         for node in calls(self._graph):
             is_end = node in picks or self._is_write(node) or self._is_sum(node)
-            if not is_end and any(operand in picks or operand in found for operand in node.all_input_nodes):
-                found[node] = None
-        return list(found)
+            if not is_end and any(operand in picks or operand in operators for operand in node.all_input_nodes):
+                operators[node] = None
+        return list(operators)
 
-    def _all_others_are_constant(self) -> bool:
-        """Whether operators on rows have no operands with a history but rows."""
+    def others(self) -> set[fx.Node]:
+        """The operands of operators on rows that are no rows."""
         operators = self._row_operators()
-        others = {
-            operand
-            for node in operators
-            for operand in node.all_input_nodes
-            if operand not in operators and not self._is_pick(operand)
-        }
-        return all(_is_constant(other) for other in others)
+        operands = {operand for node in operators for operand in node.all_input_nodes}
+        return {operand for operand in operands.difference(operators) if not self._is_pick(operand)}
 
     def _dropped_detached(self, node: fx.Node, table: fx.Node) -> fx.Node:
         without_history = insert(node, aten.detach.default, (table,))
@@ -166,11 +169,11 @@ class _AllRows:
         source: Any = node.args[0]
         rows = self._rows[source]
         dropped = insert(node, aten.bitwise_not.default, (self._spread(node, rows),))
-        kept = insert(node, aten.masked_fill.Scalar, (rows, dropped, 0))
+        rows_or_zeros = insert(node, aten.masked_fill.Scalar, (rows, dropped, 0))
         others = [dim for dim in _reduced(node) if dim]
         dims = [*range(self._num_dims), *(dim - 1 + self._num_dims for dim in others)]
         options = {} if argument(node, "dtype") is None else {"dtype": argument(node, "dtype")}
-        total = insert(node, aten.sum.dim_IntList, (kept, dims), options)
+        total = insert(node, aten.sum.dim_IntList, (rows_or_zeros, dims), options)
         if node.target in _MEANS:
             number = insert(node, aten.sum.default, (self._mask,))
             number = insert(node, aten.mul.Tensor, (number, math.prod(shape(source)[dim] for dim in others)))

@@ -428,7 +428,7 @@ def _input_name(path: Path, names: list[str]) -> str:
 
 def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Source], call: FlatCall) -> Graph:
     module = program.graph_module
-    canonicalise(
+    of_layers = canonicalise(
         module,
         buffers=[name for name, source in sources.items() if source.kind == "buffer"],
         literals=[name for name, source in sources.items() if source.kind == "constant"],
@@ -436,5 +436,6 @@ def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Sourc
         picked=call.reads.picked.counts,
         left_out=call.reads.picked.left_out_counts,
     )
+    call.reads.picked.layers |= {sources[name].state for name in of_layers if sources[name].requires_grad}
     outputs = names_of_paths(call.result.tensors, "outputs").values()
     return convert(module, sources, list(outputs), model_name=type(call.model).__name__)

@@ -54,8 +54,8 @@ def _set(is_place: IsSettled, x: torch.Tensor, index: Any, values: Any) -> _Answ
         return False, None
     whole = x[tuple(slice(None) if number in numbers else entry for number, entry in enumerate(entries))]
     left_over = x.dim() - sum(map(_num_dims, entries))
-    kept = [left_over if entry is Ellipsis else int(not isinstance(entry, int)) for entry in entries]
-    at = {sum(kept[:number]): entries[number].reshape(1) for number in numbers}
+    dims_given = [left_over if entry is Ellipsis else int(not isinstance(entry, int)) for entry in entries]
+    at = {sum(dims_given[:number]): entries[number].reshape(1) for number in numbers}
     behind = whole.dim() - 1 - max(at)
     if has_dims and values.dim() > behind:
         values = values.unsqueeze(values.dim() - behind)

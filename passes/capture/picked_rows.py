@@ -52,6 +52,7 @@ class PickedRows:
         counts: numbers of rows so far → where the model picks them.
         left_out_counts: those of idle masks, whose rows are left out of what is computed.
         loops: paths of the modules that looped over places.
+        layers: paths of the parameters that rows go through outside of loops over experts.
         hits: nodes of the masks of all experts of which it asked for those that have any row.
     """
 
@@ -63,6 +64,7 @@ class PickedRows:
     left_out_counts: set[int] = field(default_factory=set)
     loops: set[str] = field(default_factory=set)
     hits: set[fx.Node] = field(default_factory=set)
+    layers: set[str] = field(default_factory=set)
     _masks: dict[Any, tuple[int, int]] = field(default_factory=dict)
     _by_module: Counter[str] = field(default_factory=Counter)
     _last_place: str = ""
@@ -101,8 +103,8 @@ class PickedRows:
         """The mask, among the last ones that were counted, that is computed alike; else ``mask`` itself."""
         if mask in self._masks:
             return mask
-        known = [each for each in list(self._masks)[-_COMPARED:] if isinstance(each, fx.Node)]
-        return next((each for each in reversed(known) if computed_alike(each, mask)), mask)
+        last = [each for each in list(self._masks)[-_COMPARED:] if isinstance(each, fx.Node)]
+        return next((each for each in reversed(last) if computed_alike(each, mask)), mask)
 
     def name(self, mask: object, known_by: object) -> None:
         """``mask`` picks the rows that are counted already, under another name."""
@@ -226,6 +228,13 @@ def check_picked_rows(
             f"in {next(iter(picked.counts.values()))}: control flow depends on a value, which depends on the "
             "parameters: how many entries of a mask are true decides more than which rows are computed: compute every "
             "row and choose with torch.where"
+        )
+    guarded = sorted(picked.layers - read_without_rows)
+    if guarded:
+        raise CaptureError(
+            f"in {next(iter(picked.counts.values()))}: rows that a mask picks go through {guarded[0]!r} only if there "
+            "are any, so that it has no gradient where there are none, and a program gives it zeros, which move it "
+            "under weight decay: call the layer whatever the mask picks (of no rows it adds nothing)"
         )
     return without_marks(graph, read_without_rows)
 

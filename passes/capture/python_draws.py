@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -28,12 +29,15 @@ _OTHER_USES = (
 def no_python_draws() -> Iterator[None]:
     """Raise CaptureError, at the latest at the end of the block, if something depends on what it drew."""
     before = _generators()
-    functions = random.random, random.uniform
+    functions, thread = (random.random, random.uniform), threading.get_ident()
+
+    def number() -> Any:
+        return _Drawn() if threading.get_ident() == thread else functions[0]()
 
     def uniform(a: float, b: float) -> Any:
-        return _Drawn() if (a, b) == (0, 1) else functions[1](a, b)
+        return number() if (a, b) == (0, 1) else functions[1](a, b)
 
-    random.random, random.uniform = _Drawn, uniform  # type: ignore[assignment]
+    random.random, random.uniform = number, uniform
     try:
         yield
     finally:

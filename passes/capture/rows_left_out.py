@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from passes.canonicalise.fx import source_of
 from passes.ir.graph import Graph
 from passes.rules.expert_rules import stacked_by_loop
 
@@ -35,10 +36,7 @@ def placeholders_without_rows(module: fx.GraphModule) -> set[str]:
     names: set[str] = set()
     for node in module.graph.nodes:
         if node.op == "call_function" and any(_is_empty(operand) for operand in node.all_input_nodes):
-            for operand in node.all_input_nodes:
-                while operand.op == "call_function" and len(operand.all_input_nodes) == 1:
-                    (operand,) = operand.all_input_nodes
-                names.add(operand.name)
+            names.update(source_of(operand).name for operand in node.all_input_nodes)
     return names
 
 
