@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.testing._internal.distributed.fake_pg
 
 from passes.ir.types import MeshShape
 from runtime.execution.rank_mapping import RankPlaces
-from runtime.launch.groups import mesh_of_axes
+from runtime.launch.groups import axes_in_rank_order, mesh_of_axes
 from tests.ranks import run_on_ranks
 
 #: Of a step without experts, outermost first.
@@ -95,3 +96,23 @@ def results() -> dict[str, bool]:
 def test_on_four_processes(what: str) -> None:
     """Some of which are in more groups than others before."""
     assert results()[what]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "order"),
+    [
+        (torch.arange(8).reshape(2, 2, 2), ("a", "b", "c")),
+        (torch.arange(8).reshape(2, 2, 2).permute(2, 0, 1), ("b", "c", "a")),
+        (torch.arange(4).reshape(1, 4), ("b", "a")),
+        (torch.arange(0, 8, 2), ("a",)),
+    ],
+)
+def test_axes_are_ordered_by_how_far_apart_their_ranks_are(ranks: torch.Tensor, order: tuple[str, ...]) -> None:
+    assert axes_in_rank_order(SimpleNamespace(mesh=ranks, mesh_dim_names=("a", "b", "c")[: ranks.dim()])) == order
+
+
+@pytest.mark.parametrize("ranks", [[1, 0], [[0, 2], [3, 1]], [[0, 3], [1, 2]]])
+def test_meshes_whose_ranks_do_not_ascend_are_refused(ranks: list[Any]) -> None:
+    mesh = SimpleNamespace(mesh=torch.tensor(ranks), mesh_dim_names=("a", "b")[: torch.tensor(ranks).dim()])
+    with pytest.raises(ValueError, match="must ascend along its axes"):
+        axes_in_rank_order(mesh)

@@ -122,6 +122,7 @@ class RankPlaces:
         self._parameter_meshes: dict[tuple[tuple[str, ...], int], DeviceMesh] = {}
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
+        self._axes_in_rank_order = axes_in_rank_order(inner)
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:
@@ -130,7 +131,7 @@ class RankPlaces:
 
     def in_rank_order(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """``axes`` from the one that joins ranks furthest apart inwards, as their common group numbers its ranks."""
-        return tuple(axis for axis in axes_in_rank_order(self.layout.device_mesh) if axis in axes)
+        return tuple(axis for axis in self._axes_in_rank_order if axis in axes)
 
     def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         """This rank's group over several axes of the programs together; None for one rank (all ranks must call it)."""
