@@ -66,9 +66,9 @@ measurements, one row a size: time a kernel at several sizes, divide the work by
 fall with size, nor rise so fast that more work takes less time. ``tiles`` (matmul and convolution) adds what
 ``cost_models.efficiency.Tiling`` says about shapes, and ``odd_rows`` the share of the rate that is left of products
 whose rows have an odd number of elements of two bytes, ``narrow_rows`` of those that have an even number that is no
-multiple of 8. ``kernel`` has the numbers of a kernel model that prices all
-calls of known shape by itself: of ``cost_models.matmul_kernel.MatmulKernel`` (matmul, convolution) or
-``cost_models.attention_kernel.AttentionKernel`` (attention, attention_backward).
+multiple of 8, ``narrow_tf32_rows`` of those in TF32 that have no multiple of 4. ``kernel`` has the numbers of a kernel
+model that prices all calls of known shape by itself: of ``cost_models.matmul_kernel.MatmulKernel`` (matmul,
+convolution) or ``cost_models.attention_kernel.AttentionKernel`` (attention, attention_backward).
 ``efficiency = "h100"`` takes a set of curves that comes with the package (``cost_models/presets/efficiency``).
 
 **Wiring.** A level may say ``wiring = "uplink"``, ``"rail"``, ``"ring"``, ``"line"`` or ``"links"`` in the place of

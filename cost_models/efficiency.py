@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cost_models.attention_kernel import AttentionKernel
+from cost_models.dtypes import TFLOAT32, item_size
 from cost_models.matmul_kernel import MatmulKernel, MatmulShape
 
 #: Kinds of work, and whose curves stand in where a device has none for a kind (None: the full peak).
@@ -38,6 +39,8 @@ TILED_KINDS = frozenset({"matmul", "convolution"})
 #: Bytes of the elements whose rows can start where no wide load may (other kernels multiply wider ones), and how many
 #: of them the widest load has: rows of a multiple of as many are as fast as any.
 NARROW_ITEM_SIZE, ANY_ROWS = 2, 8
+#: As many elements of a product in TF32: it takes them as tensor cores do.
+TF32_ROWS = 4
 #: Kinds that fused attention runs, forward and backward.
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
 
@@ -137,6 +140,7 @@ class Efficiency:
     of two bytes: these do not start where a wide load may, so they are read element by element ("Matrix Multiplication
     Background User's Guide", NVIDIA, section 2.2). ``narrow_rows`` is that of rows of an even number of them that is no
     multiple of ``ANY_ROWS``: kernels that copy whole tiles take only that, and older ones run instead.
+    ``narrow_tf32_rows`` is that of products in TF32 whose rows are no multiple of the same 16 bytes (4 elements).
     """
 
     flops: Curve = FULL
@@ -145,10 +149,13 @@ class Efficiency:
     kernel: MatmulKernel | AttentionKernel | None = None
     odd_rows: float = 1.0
     narrow_rows: float = 1.0
+    narrow_tf32_rows: float = 1.0
 
-    def rate_of_rows(self, row_step: int, item_size: int) -> float:
-        """The share of the rate that is left of products whose rows are multiples of ``row_step`` elements."""
-        if item_size != NARROW_ITEM_SIZE or row_step >= ANY_ROWS:
+    def rate_of_rows(self, row_step: int, dtype: str) -> float:
+        """The share of the rate that is left of products in ``dtype`` whose rows are multiples of ``row_step``."""
+        if dtype == TFLOAT32:
+            return 1.0 if row_step >= TF32_ROWS else self.narrow_tf32_rows
+        if item_size(dtype) != NARROW_ITEM_SIZE or row_step >= ANY_ROWS:
             return 1.0
         return self.odd_rows if row_step == 1 else self.narrow_rows
 

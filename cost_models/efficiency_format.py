@@ -20,7 +20,7 @@ _KERNELS: dict[str, type[Kernel]] = {
     **dict.fromkeys(ATTENTION_KINDS, AttentionKernel),
 }
 #: Shares of the rate, by field of ``Efficiency``.
-_SHARES = ("odd_rows", "narrow_rows")
+_SHARES = ("odd_rows", "narrow_rows", "narrow_tf32_rows")
 _TILING_KEYS = ("processors", "depth_overhead", "shapes")
 
 

@@ -68,7 +68,8 @@ class Device(ShortRepr):
         """
         efficiency = of_kind(self.efficiency, kind)
         size = item_size("float32" if dtype == TFLOAT32 else dtype)
-        peak = self.peak_flops(dtype) * efficiency.rate_of_rows(row_step, size)
+        is_tf32 = dtype == "float32" and self.flops.get(dtype) == self.flops.get(TFLOAT32)  # see cost_models.live
+        peak = self.peak_flops(dtype) * efficiency.rate_of_rows(row_step, TFLOAT32 if is_tf32 else dtype)
         if efficiency.kernel is not None and shape is not None and flops:
             seconds = efficiency.kernel.seconds(
                 shape,

@@ -97,7 +97,15 @@ def test_rows_of_wider_elements_run_at_the_whole_rate() -> None:
     assert prices.compute_seconds(flops=1e12, num_bytes=0, dtype="float32", kind="matmul", row_step=1) == 1.0
 
 
-@pytest.mark.parametrize("name", ["odd_rows", "narrow_rows"])
+@pytest.mark.parametrize(("row_step", "seconds"), [(1, 4.0), (2, 4.0), (4, 1.0), (8, 1.0)])
+def test_rows_of_float32_that_run_as_tf32_start_where_16_bytes_do(row_step: int, seconds: float) -> None:
+    cluster = with_rows(narrow_tf32_rows=0.25)
+    prices = CostModel(Cluster.from_dict(cluster.to_dict()), {"x": 1}, allow_tf32=True)
+    priced = prices.compute_seconds(flops=1e12, num_bytes=0, dtype="float32", kind="matmul", row_step=row_step)
+    assert priced == seconds
+
+
+@pytest.mark.parametrize("name", ["odd_rows", "narrow_rows", "narrow_tf32_rows"])
 @pytest.mark.parametrize("share", [0, 1.5, True, "half"])
 def test_slow_rows_are_a_share(name: str, share: Any) -> None:
     with pytest.raises(ValueError, match=rf"efficiency\.matmul\.{name} must be a share above 0 and at most 1, got"):

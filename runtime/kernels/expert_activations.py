@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from runtime.kernels import gated
 from runtime.kernels.activations import PLAIN, SILU, activation_gradient
 from runtime.kernels.dispatch import runs_triton
+from runtime.kernels.expert_rows import gated_gradients, gated_values
 from runtime.kernels.library import in_dtype, wide
 from runtime.kernels.row_blocks import in_row_blocks
 
@@ -24,7 +25,7 @@ CLAMP, SHARPNESS = 7.0, 1.702
 
 @dataclass(frozen=True)
 class ExpertActivation:
-    """One activation.
+    """One activation: ``inner`` and ``by_hidden`` compute it by kernels where there are, else as the attributes say.
 
     Attributes:
         value: [R, out1] → [R, F].
@@ -32,6 +33,7 @@ class ExpertActivation:
         definition: ``value`` by operators that autograd differentiates any number of times.
         halves: out1 / F: 2 with a gate.
         interleaved: whether gate and up take turns, rather than lie one behind the other.
+        kernel: what ``expert_rows.gated_values`` calls it, or None: only with a gate are there kernels.
     """
 
     value: Callable[[torch.Tensor], torch.Tensor]
@@ -39,18 +41,42 @@ class ExpertActivation:
     definition: Callable[[torch.Tensor], torch.Tensor]
     halves: int = 1
     interleaved: bool = False
+    kernel: str | None = None
+
+    def inner(
+        self, hidden: torch.Tensor, *, weights: torch.Tensor | None = None, by_inner: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Inner vectors [R, F] of ``hidden`` [R, out1], each times its weight [R].
+
+        Also, if ``by_inner`` [R, F] is given, its inner product with each of them, unweighed: [R] in at least float32.
+        """
+        if self.kernel is not None and runs_triton(hidden):
+            kind: dict[str, Any] = {"name": self.kernel, "interleaved": self.interleaved}
+            return gated_values(hidden, **kind, weights=weights, by_value=by_inner)
+        inner = self.value(hidden)
+        products = None if by_inner is None else in_row_blocks(_row_products, by_inner, inner)
+        return inner if weights is None else inner.mul_(weights.unsqueeze(1)), products
+
+    def by_hidden(
+        self, by_inner: torch.Tensor, hidden: torch.Tensor, *, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The gradient of ``hidden``, from that of the weighed inner vectors, which may be overwritten."""
+        if self.kernel is not None and runs_triton(hidden):
+            return gated_gradients(by_inner, hidden, name=self.kernel, interleaved=self.interleaved, weights=weights)
+        return self.gradient(by_inner if weights is None else by_inner.mul_(weights.unsqueeze(1)), hidden)
+
+
+def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The inner product of each row of [R, N] and [R, N], in at least float32: [R]."""
+    return (wide(left) * wide(right)).sum(1)
 
 
 def _gated_value(hidden: torch.Tensor, *, name: str) -> torch.Tensor:
-    if runs_triton(hidden):
-        return gated.triton_forward(*hidden.chunk(2, dim=-1), activation=name)
     return in_row_blocks(lambda some: gated.aten(*some.chunk(2, dim=-1), activation=name), hidden)
 
 
 def _gated_gradient(grad: torch.Tensor, hidden: torch.Tensor, *, name: str) -> torch.Tensor:
-    gate, up = hidden.chunk(2, dim=-1)
-    function = gated.triton_backward if runs_triton(hidden) else gated.aten_backward
-    return torch.cat(function(grad, gate, up, activation=name), dim=-1)
+    return torch.cat(gated.aten_backward(grad, *hidden.chunk(2, dim=-1), activation=name), dim=-1)
 
 
 def _gated_definition(hidden: torch.Tensor, *, name: str) -> torch.Tensor:
@@ -64,6 +90,7 @@ def _gated(name: str) -> ExpertActivation:
         partial(in_row_blocks, partial(_gated_gradient, name=name)),
         partial(_gated_definition, name=name),
         2,
+        kernel=name,
     )
 
 
@@ -146,6 +173,7 @@ ACTIVATIONS: dict[str, ExpertActivation] = {
         _clamped_definition,
         2,
         interleaved=True,
+        kernel="clamped",
     ),
     "silu": _plain(SILU),
     "gelu": _plain("gelu"),

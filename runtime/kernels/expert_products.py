@@ -8,6 +8,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels.dispatch import runs_triton
+from runtime.kernels.expert_rows import clear_rows_behind
+
 #: Bytes that rows of operands of torch's grouped kernels must be a multiple of.
 ALIGNMENT = 16
 
@@ -35,7 +38,9 @@ class ExpertGroups:
 
     def clear_rest(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` with zeros, in place, where they belong to no group: grouped kernels do not write those."""
-        if len(rows):
+        if runs_triton(rows):
+            clear_rows_behind(rows, self.ends[-1:])
+        elif len(rows):
             places = torch.arange(len(rows), device=rows.device)
             rows.masked_fill_((places >= self.ends[-1:]).unsqueeze(1), 0.0)
         return rows

@@ -19,8 +19,10 @@ import torch
 
 from runtime.kernels.cross_entropy import autocasts
 from runtime.kernels.direct import apply_of
+from runtime.kernels.dispatch import runs_triton
 from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_products import ExpertGroups, outer_products, products, sums
+from runtime.kernels.expert_rows import sums_of_choices
 from runtime.kernels.library import differentiable_again, in_dtype, register, register_composed, wide
 from runtime.kernels.routing_listeners import note_routing
 from runtime.kernels.row_blocks import in_row_blocks
@@ -146,6 +148,13 @@ class ExpertRouting(NamedTuple):
         result[self.order] = rows
         return result
 
+    def combined(self, rows: torch.Tensor, scores: torch.Tensor | None, *, ids: torch.Tensor) -> torch.Tensor:
+        """Sorted rows [T·k, H] of each token, weighed by scores [T, k], like ``ids``, and added up: [T, H]."""
+        if runs_triton(rows):
+            return sums_of_choices(rows, self.order, scores, num_tokens=len(ids))
+        by_token = self.unsorted(rows).view(*ids.shape, rows.shape[1])
+        return combined(by_token, scores, rows.dtype).contiguous()
+
 
 def _aten(
     x: torch.Tensor,
@@ -163,10 +172,10 @@ def _aten(
         routing = ExpertRouting.of(expert_ids, len(gate_up))
         hidden = products(x[routing.order // k], gate_up.transpose(1, 2), routing.groups)
         _add_bias(hidden, gate_up_bias, routing)
-        inner = ACTIVATIONS[activation].value(hidden)
+        inner, _ = ACTIVATIONS[activation].inner(hidden)
         rows = products(inner, down.transpose(1, 2), routing.groups)
         _add_bias(rows, down_bias, routing)
-        return combined(routing.unsorted(rows).view(*expert_ids.shape, x.shape[1]), scores, x.dtype), hidden
+        return routing.combined(rows, scores, ids=expert_ids), hidden
 
 
 def combined(rows: torch.Tensor, scores: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -210,50 +219,44 @@ def _aten_backward(
     with without_autocast(x):
         routing = ExpertRouting.of(expert_ids, len(gate_up))
         token = routing.order // k
-        by_row, inner = grad[token], kind.value(hidden)
+        by_row = grad[token]
         by_inner = products(by_row, down, routing.groups)
-        weights = None if scores is None else scores.reshape(-1)[routing.order].unsqueeze(1)
-        if needs_gradient[1] and scores is not None:
-            by_score = _score_gradient(by_row, by_inner, inner, down_bias, routing)
-            results[1] = by_score.view(scores.shape).to(scores.dtype)
-        if weights is not None:
-            by_inner.mul_(weights)
-            by_row.mul_(weights)
+        weights = None if scores is None else scores.reshape(-1)[routing.order]
+        inner, by_score = kind.inner(hidden, weights=weights, by_inner=by_inner if needs_gradient[1] else None)
+        if by_score is not None and scores is not None:
+            results[1] = _score_gradient(by_score, by_row, down_bias, routing).view(scores.shape).to(scores.dtype)
         if needs_gradient[3]:
             results[3] = outer_products(by_row, inner, routing.groups)
         if needs_gradient[5] and down_bias is not None:
-            results[5] = sums(by_row, routing.groups, routing.expert).to(down_bias.dtype)
+            weighed = by_row if weights is None else by_row.mul_(weights.unsqueeze(1))
+            results[5] = sums(weighed, routing.groups, routing.expert).to(down_bias.dtype)
         del by_row, inner  # rows are the most that experts hold: each is let go behind its last use
-        by_hidden = kind.gradient(by_inner, hidden)
+        by_hidden = kind.by_hidden(by_inner, hidden, weights=weights)
         del by_inner
         if needs_gradient[2]:
             results[2] = outer_products(by_hidden, x[token], routing.groups)
         if needs_gradient[4] and gate_up_bias is not None:
             results[4] = sums(by_hidden, routing.groups, routing.expert).to(gate_up_bias.dtype)
         if needs_gradient[0]:
-            rows = routing.unsorted(products(by_hidden, gate_up, routing.groups))
-            results[0] = combined(rows.view(*expert_ids.shape, x.shape[1]), None, x.dtype).contiguous()
+            results[0] = routing.combined(products(by_hidden, gate_up, routing.groups), None, ids=expert_ids)
     return tuple(results)
 
 
 def _score_gradient(
-    by_row: torch.Tensor,
-    by_inner: torch.Tensor,
-    inner: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    routing: ExpertRouting,
+    by_score: torch.Tensor, by_row: torch.Tensor, down_bias: torch.Tensor | None, routing: ExpertRouting
 ) -> torch.Tensor:
-    """Gradients of all scores [T·k]: of each expert's output times that output, which is not computed again."""
-    result = in_row_blocks(_row_products, by_inner, inner)
+    """Gradients of all scores [T·k]: of each expert's output times that output, which is not computed again.
+
+    Args:
+        by_score: what the output without its bias gives, of sorted rows [T·k].
+        by_row: gradients of the outputs, sorted [T·k, H].
+    """
     if down_bias is not None:
         padded = torch.cat([down_bias, down_bias.new_zeros((1, down_bias.shape[1]))])
-        result += in_row_blocks(lambda rows, expert: _row_products(rows, padded[expert]), by_row, routing.expert)
-    return routing.unsorted(result)
-
-
-def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The inner product of each row of [R, N] and [R, N], in at least float32: [R]."""
-    return (wide(left) * wide(right)).sum(1)
+        by_score = by_score + in_row_blocks(
+            lambda rows, expert: (wide(rows) * wide(padded[expert])).sum(1), by_row, routing.expert
+        )
+    return routing.unsorted(by_score)
 
 
 def _shapes(

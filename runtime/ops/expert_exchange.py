@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.kernels.dispatch import runs_triton
+from runtime.kernels.expert_rows import sums_of_choices
 from runtime.kernels.experts import backward as experts_backward
 from runtime.kernels.experts import check_experts, combined, flattened, output_type, without_autocast
 from runtime.kernels.experts import forward as experts_forward
@@ -158,6 +160,8 @@ def _combined(
 ) -> tuple[torch.Tensor]:
     """Rows back at their tokens, weighed by the scores and added up: [T, H] as ``like``."""
     tokens, hidden = like.shape
+    if runs_triton(returned):
+        return (sums_of_choices(returned, order, scores, num_tokens=tokens),)
     k = len(order) // max(tokens, 1) if scores is None else scores.shape[1]
     rows = _at_places(returned, order).view(tokens, k, hidden)
     with without_autocast(like):
