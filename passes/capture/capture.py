@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ def capture(
     copy_repeats: bool = False,
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
+    any_number_at: Collection[str] = (),
 ) -> Graph:
     """The graph of ``model(*args, **kwargs)`` for the shapes of these inputs.
 
@@ -80,9 +81,11 @@ def capture(
             time that hardly depends on how many they are. Models for which that cannot be told are traced in full.
         values: the call's tensors by path, where those in ``args`` and ``kwargs`` have none.
         buffer_values: the model's buffers by name, likewise.
+        any_number_at: places of readings (``guards.counts``) that the graph is to do without: it computes all rows that
+            a mask may pick there, and holds for every number of them.
 
     Raises:
-        CaptureError: if the model cannot be traced; it names the module and the source line.
+        CaptureError: if the model cannot be traced (so, with ``any_number_at``, perhaps without); it names the module and the source line.
         MissingValues: if it asks for the value of an input that has none.
         Exception: what the model itself raises because of values that it asked for.
     """
@@ -95,6 +98,7 @@ def capture(
         "gradients": gradients,
         "values": values,
         "buffer_values": buffer_values,
+        "any_number_at": frozenset(any_number_at),
     }
     with _one_at_a_time, quick_pytrees():
         graph = _capture_shortened(model, options) if copy_repeats else None
@@ -129,9 +133,12 @@ def _traced(model: nn.Module, **options: Any) -> tuple[Graph, FlatCall]:
     return graph, trace.call
 
 
-def _trace(model: nn.Module, *, picked: PickedRows | None = None, **options: Any) -> _Trace:
+def _trace(
+    model: nn.Module, *, picked: PickedRows | None = None, any_number_at: frozenset[str] = frozenset(), **options: Any
+) -> _Trace:
     """The exported program of a call on a copy of the model, on the path that it takes when compiled or in eager."""
-    return compiled_or_eager(lambda rows: _trace_path(model, **options, picked=rows), picked or PickedRows())
+    picked = picked or PickedRows(any_number_at=any_number_at)
+    return compiled_or_eager(lambda rows: _trace_path(model, **options, picked=rows), picked)
 
 
 def _trace_path(
@@ -338,7 +345,8 @@ def _export(
             if reads is not None:
                 reads = _first_read(export(call, tensors, stack_traces=True)) or reads
     except Exception as error:
-        if isinstance(error, MissingValues) or (call.reads.guards and is_raised_by_the_model(error)):
+        is_of_values = bool(call.reads.guards) and not call.reads.picked.any_number_at
+        if isinstance(error, MissingValues) or (is_of_values and is_raised_by_the_model(error)):
             raise
         reason = call.reads.picked.before(str(error) if isinstance(error, CaptureError) else explain(error))
         raise CaptureError(f"cannot capture {name}: in {describe_failure(error, paths)}: {reason}") from error

@@ -6,6 +6,9 @@ computed on the rows as the same on all rows, of which the mask drops the others
 (``for expert in mask.nonzero()``) runs over all of them, and whether a mask picks any row (``if mask.any():``) is taken
 to be so: masks that pick nothing have no rows to add.
 
+Rows that a mask of inputs picks have the number of the example, unless it is asked to leave that open at the line that
+picks: then such a number, too, is made up.
+
 The result may depend on the numbers of rows in no other way. Traces with other numbers show it: very many rows, one row
 for each mask, none for all or for some of the masks. Those without rows have to give what leaving out their rows gives.
 """
@@ -47,10 +50,12 @@ class PickedRows:
         first, step: the number of rows that the first mask picks, and how many more each of the next ones does.
         idle: every so many masks of a module is idle, the first one too; 0: none is.
         left_out: idle masks pick rows, one more than others do; otherwise they pick none.
+        any_number_at: lines of the model where masks that inputs decide get made-up numbers, too.
 
     Attributes:
         counts: numbers of rows so far → where the model picks them.
         left_out_counts: those of idle masks, whose rows are left out of what is computed.
+        counts_of_inputs: those of masks that inputs decide.
         loops: paths of the modules that looped over places.
         layers: paths of the parameters that rows go through outside of loops over experts.
         hits: nodes of the masks of all experts of which it asked for those that have any row.
@@ -60,8 +65,10 @@ class PickedRows:
     step: int = 2
     idle: int = 0
     left_out: bool = False
+    any_number_at: frozenset[str] = frozenset()
     counts: dict[int, str] = field(default_factory=dict)
     left_out_counts: set[int] = field(default_factory=set)
+    counts_of_inputs: set[int] = field(default_factory=set)
     loops: set[str] = field(default_factory=set)
     hits: set[fx.Node] = field(default_factory=set)
     layers: set[str] = field(default_factory=set)
@@ -73,7 +80,11 @@ class PickedRows:
 
     def fresh(self) -> PickedRows:
         """The same numbers for another trace, of which nothing is noted yet."""
-        return PickedRows(self.first, self.step, self.idle, self.left_out)
+        return PickedRows(self.first, self.step, self.idle, self.left_out, self.any_number_at)
+
+    def numbered(self, *, first: int = 1_000_003, step: int = 0, idle: int = 0, left_out: bool = False) -> PickedRows:
+        """Other numbers for another trace."""
+        return PickedRows(first, step, idle, left_out, self.any_number_at)
 
     def _is_idle(self, number: int) -> bool:
         return self.idle > 0 and number % self.idle == 0
@@ -166,8 +177,8 @@ def refuse_picked_rows(picked: PickedRows, repeats: Sequence[RepeatedEntries], *
     """
     if picked.counts and is_open:
         raise CaptureError("rows that a mask picks are traced for each shape")
-    for place in picked.counts.values() if repeats else ():
-        if all(repeat.entry_of(_module_path(place)) is None for repeat in repeats):
+    for number, place in picked.counts.items() if repeats else ():
+        if number not in picked.counts_of_inputs and all(repeat.entry_of(_module_path(place)) is None for repeat in repeats):
             raise NotRepeated(place)
 
 
@@ -214,14 +225,14 @@ def check_picked_rows(
     Raises:
         CaptureError: if something does.
     """
-    many = trace(PickedRows(first=_VERY_MANY))
-    same = _same_calls(calls, many.calls(), trace(PickedRows(first=1, step=0)).calls())
+    many = trace(picked.numbered(first=_VERY_MANY, step=picked.step))
+    same = _same_calls(calls, many.calls(), trace(picked.numbered(first=1)).calls())
     same = same and _form(graph) == _form(many.graph())
     read_without_rows = set[str]()
     for idle in (1, 2):
-        picks_nothing = trace(PickedRows(step=0, idle=idle))
+        picks_nothing = trace(picked.numbered(idle=idle))
         read_without_rows |= picks_nothing.read_without_rows()
-        left_out = trace(PickedRows(step=0, idle=idle, left_out=True))
+        left_out = trace(picked.numbered(idle=idle, left_out=True))
         same = same and _form(left_out.graph()) == _form(picks_nothing.graph())
     if not same:
         raise CaptureError(
