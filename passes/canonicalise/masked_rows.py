@@ -79,7 +79,8 @@ def _write_as_indices(graph: fx.Graph, counts: Mapping[int, str]) -> None:
     """``index_select``, ``index_copy`` and ``index_add`` of rows, as ``x[places]`` and ``x[places] = rows``."""
     for node in calls(graph, aten.index_select.default, aten.index_copy.default, aten.index_add.default):
         table, dim, index, *rows = node.args
-        if dim != 0 or shape(index) not in [(count,) for count in counts]:  # type: ignore[arg-type]
+        sizes = shape(index)  # type: ignore[arg-type]
+        if dim != 0 or len(sizes) != 1 or sizes[0] not in counts:
             continue
         if node.target is aten.index_select.default:
             replace(node, insert(node, aten.index.Tensor, (table, [index])))

@@ -18,7 +18,7 @@ from passes.capture.convert import Source, convert
 from passes.capture.draws import number_draws
 from passes.capture.eager_path import compiled_or_eager
 from passes.capture.export import export
-from passes.capture.flat_call import FlatCall, LossFunction
+from passes.capture.flat_call import FlatCall, LossFunction, loss_path
 from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
@@ -27,7 +27,14 @@ from passes.capture.next_call import check_next_call
 from passes.capture.one_process import as_one_process
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
 from passes.capture.ordered_sets import sets_in_order
-from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_rows, operator_calls, refuse_picked_rows
+from passes.capture.picked_rows import (
+    OperatorCall,
+    PickedRows,
+    check_picked_rows,
+    operator_calls,
+    refuse_picked_rows,
+    with_most_calls,
+)
 from passes.capture.refusals import names_of_paths, refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.rows_left_out import placeholders_without_rows
@@ -85,7 +92,8 @@ def capture(
             a mask may pick there, and holds for every number of them.
 
     Raises:
-        CaptureError: if the model cannot be traced (so, with ``any_number_at``, perhaps without); it names the module and the source line.
+        CaptureError: if the model cannot be traced, or not with ``any_number_at``; it names the module and the source
+            line.
         MissingValues: if it asks for the value of an input that has none.
         Exception: what the model itself raises because of values that it asked for.
     """
@@ -137,7 +145,9 @@ def _trace(
     model: nn.Module, *, picked: PickedRows | None = None, any_number_at: frozenset[str] = frozenset(), **options: Any
 ) -> _Trace:
     """The exported program of a call on a copy of the model, on the path that it takes when compiled or in eager."""
-    picked = picked or PickedRows(any_number_at=any_number_at)
+    if picked is None and any_number_at:
+        picked = with_most_calls(any_number_at, lambda one: _trace(model, **options, picked=one).call.reads.picked)
+    picked = picked or PickedRows()
     return compiled_or_eager(lambda rows: _trace_path(model, **options, picked=rows), picked)
 
 
@@ -183,7 +193,7 @@ def _trace_path(
         states = _state_names(call)
         program = _export(call, tensors, paths, open_dims)
     refuse_picked_rows(picked, repeats, is_open=open_dims is not None)
-    loss = _loss_path(call, training)
+    loss = None if training is False else loss_path(call.result.tensors)
     keeps_gradients = training is not False and (loss is not None or graph_training or gradients)
     return _Trace(call, program, states, loss, graph_training, keeps_gradients, repeats)
 
@@ -209,7 +219,7 @@ class _Trace:
 
     def calls(self) -> list[OperatorCall]:
         """The operators that the model called, while its program is not changed."""
-        return operator_calls(self.program.graph_module)
+        return operator_calls(self.program.graph_module, self.call.result.structure)
 
     def read_without_rows(self) -> set[str]:
         """Paths of the parameters and buffers that are used on tensors without entries."""
@@ -369,19 +379,6 @@ def _first_read(program: ExportedProgram) -> str | None:
                 f"in module {place!r}{where}: {node.target} makes a number or a shape out of a tensor's values, "
                 "which are not known when planning: use tensor operations of static shape"
             )
-    return None
-
-
-def _loss_path(call: FlatCall, training: bool | None) -> str | None:
-    """Which output is the loss: the scalar called ``loss``, or the first output if it is a scalar with gradient."""
-    values = call.result.tensors
-    named = values.get(("loss",))
-    if training is False or not values:
-        return None
-    first_path, first = next(iter(values.items()))
-    for path, value in ((("loss",), named), (first_path, first)):
-        if value is not None and value.dim() == 0 and value.is_floating_point() and value.requires_grad:
-            return ".".join(map(str, path))
     return None
 
 

@@ -142,7 +142,7 @@ class ValueCases:
         return number
 
     def _note_counts(self, kind: Hashable, values: CallValues) -> None:
-        """Remember the lines at which the masks of a call pick other numbers of rows, if a case differs in these alone."""
+        """Remember the lines at which a call's masks pick other numbers of rows, if a case differs in these alone."""
         for number, guards in reversed(self._cases[kind].items()):
             with contextlib.suppress(KeyError):  # an input that is not passed
                 readings = [reading for reading, _ in differences(guards, values.tensors, self.buffers)]
