@@ -99,6 +99,11 @@ class PickedRows:
         """Other numbers for another trace."""
         return PickedRows(first, step, idle, left_out, self.any_number_at, self.most_calls)
 
+    @property
+    def has_several_masks(self) -> bool:
+        """Whether some masks of a module can be idle and others not."""
+        return bool(self.loops) or max(self._by_module.values(), default=0) > 1
+
     def _is_idle(self, number: int) -> bool:
         return self.idle > 0 and number % self.idle == 0
 
@@ -146,11 +151,15 @@ class PickedRows:
             CaptureError: if it is one of very many, for row after row.
         """
         self.num_calls += 1
-        is_long = self.most_calls is not None and self.num_calls > self.most_calls
-        if function == "unbind" and args and self.counts and kwargs.get("dim", [*args, 0][1]) == 0:
-            is_long = is_long or args[0].shape[:1] in [(count,) for count in self.counts if count >= _LONG]
-        if is_long:
+        is_one_of_many = self.most_calls is not None and self.num_calls > self.most_calls
+        if is_one_of_many or (function == "unbind" and self._has_many_pieces(*args, **kwargs)):
             raise CaptureError("forward goes through the rows that a mask picks one by one")
+
+    def _has_many_pieces(self, rows: torch.Tensor, dim: int = 0) -> bool:
+        """Whether rows that a mask picks would be taken apart, but for places that a loop goes over."""
+        if not self.counts or dim != 0 or not rows.dim() or id(rows) in self._places:
+            return False
+        return rows.shape[0] in self.counts and rows.shape[0] >= _LONG
 
     def before(self, reason: str) -> str:
         """Why a trace failed, with the first rows that were picked before."""
@@ -273,7 +282,7 @@ def check_picked_rows(
     same = _same_calls(calls, many.calls(), trace(picked.numbered(1)).calls())
     same = same and _form(graph) == _form(many.graph())
     read_without_rows = set[str]()
-    for idle in (1, 2):
+    for idle in (1, 2) if picked.has_several_masks else (1,):
         picks_nothing = trace(picked.numbered(idle=idle))
         read_without_rows |= picks_nothing.read_without_rows()
         left_out = trace(picked.numbered(idle=idle, left_out=True))
