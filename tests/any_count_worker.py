@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +83,14 @@ class PutsBack(Tagger):
         return self.head(result).square().mean()
 
 
+class DropsWhatIsNoNumber(Tagger):
+    """Rows without a label are no numbers, as those of padding are behind some attention."""
+
+    def loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.masked_fill((labels < 0).unsqueeze(-1), torch.nan)
+        return self.head(hidden[labels >= 0]).square().sum()
+
+
 class DividesByTheirNumber(Tagger):
     """No row's own: the number of rows is a constant of the program, as the example has it."""
 
@@ -88,11 +99,11 @@ class DividesByTheirNumber(Tagger):
         return picked.square().sum() / max(len(picked), 1) + hidden.mean()
 
 
-REWRITTEN = (PicksLogits, PicksHidden, PicksLosses, SelectsEntries, TakesPlaces, PutsBack)
+REWRITTEN = (PicksLogits, PicksHidden, PicksLosses, SelectsEntries, TakesPlaces, PutsBack, DropsWhatIsNoNumber)
 REFUSED = (DividesByTheirNumber,)
 #: Losses that are no number where no row is picked.
 OF_NONE_IS_NAN = (PicksHidden, PicksLosses)
-TARGETS = ("dp=2", "pp=1,dp=2", "tp=2")
+TARGETS = ("pp=1,dp=2", "tp=2", "pp=2")
 
 
 def batch_of(count: int, number: int) -> dict[str, torch.Tensor]:
@@ -117,7 +128,7 @@ def is_near(value: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(value, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
-def trains(kind: type[Tagger], target: str, **options: Any) -> dict[str, Any]:
+def trains(kind: type[Tagger], target: Any, **options: Any) -> dict[str, Any]:
     """Which of the steps have another loss, gradient or weight than plain PyTorch; how often the model was captured."""
     model, first = kind(), batches(kind)[0]
     parallel = planner.compile(kind(), target, example_inputs=first, **options)
@@ -145,16 +156,51 @@ def compared(words: str, values: Mapping[str, torch.Tensor], expected: Mapping[s
     return [f"{words} of {name}" for name, one in expected.items() if not is_near(values[name], one)]
 
 
-def result_of(kind: type[Tagger], target: str) -> Any:
+def evaluates(target: str) -> dict[str, Any]:
+    """Losses without gradients, of each data rank's own samples; how often the model was captured behind the second."""
+    kind = PicksHidden
+    model, first = kind(), batches(kind)[0]
+    parallel = planner.compile(kind(), target, example_inputs=first, constraints={"input:*": {"dp": "S(0)"}}).eval()
+    wrong: list[str] = []
+    captures: list[int] = []
+    with torch.no_grad():
+        for number, batch in enumerate(batches(kind)):
+            size = BATCH // parallel.num_data_ranks
+            own = slice(parallel.data_rank * size, (parallel.data_rank + 1) * size)
+            outputs = parallel(**{name: tensor[own] for name, tensor in batch.items()}, local_inputs=True)
+            wrong += [] if is_near(outputs["loss"], model(**batch)["loss"]) else [f"loss {number}"]
+            captures.append(captures_of(parallel))
+    return {"wrong": wrong, "captures": captures[-1] - captures[1]}
+
+
+def runs_a_saved_plan(target: str) -> dict[str, Any]:
+    kind = PicksHidden
+    parallel = planner.compile(kind(), target, example_inputs=batches(kind)[0])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        parallel.plan.save(path)
+        return trains(kind, planner.Plan.load(path))
+
+
+def result_of(function: Callable[..., Any], *args: Any) -> Any:
+    """What it returns, or the error that it raises, in words."""
     try:
-        return trains(kind, target)
+        return function(*args)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    answer({f"{kind.__name__} {target}": result_of(kind, target) for target in task() for kind in REWRITTEN + REFUSED})
+    results = {
+        f"{kind.__name__} {target}": result_of(trains, kind, target)
+        for target in task()
+        for kind in REWRITTEN + REFUSED
+    }
+    results["evaluation"] = result_of(evaluates, "dp=2")
+    results["saved plan"] = result_of(runs_a_saved_plan, "pp=1,dp=2")
+    results["any size"] = result_of(functools.partial(trains, dynamic=True), PicksHidden, "dp=2")
+    answer(results)
 
 
 if __name__ == "__main__":
