@@ -269,7 +269,7 @@ class Inner(nn.Module):
     [
         ("branch", "y.sum() > 0", "control flow depends on a value, which depends on the parameter 'inner.weight'"),
         ("item", "y.sum().item()", "read in Python (.item(), .tolist()), which depends on the parameter"),
-        ("select", "y[y > 0]", "the shape of a result depends on a value, which depends on the parameter"),
+        ("select", "y[y > 0]", "the shape of a result depends on a value that the program leaves open"),
         ("raise", "raise KeyError", "something the model raises itself"),
     ],
 )

@@ -88,7 +88,7 @@ def _weight(weights: Mapping[str, torch.Tensor], state: State) -> torch.Tensor:
 
 @pytest.mark.parametrize("loop", [CountingLoop, SkippingLoop, SlotLoop, CapacityLoop])
 def test_a_loop_over_experts_in_which_a_number_of_rows_decides_more_is_refused(loop: type[ExpertLoop]) -> None:
-    says = r"'layers.0' .*torch.where\(chosen == index\): .*depends on the parameters: how many"
+    says = r"'layers.0' .*torch.where\(chosen == index\): .*that the program leaves open: how many"
     with pytest.raises(CaptureError, match=says):
         capture(ByHand(loop, layers=1), kwargs=family_batch())
 
@@ -111,7 +111,7 @@ class SharedSplitLoop(SplitLoop):
 
 @pytest.mark.parametrize("loop", [SharedSplitLoop, WrongSliceLoop])
 def test_how_many_rows_an_expert_has_may_only_cut_rows(loop: type[ExpertLoop]) -> None:
-    says = r"sizes = self.counts\(chosen\).tolist\(\): .*depends on the parameters: how"
+    says = r"sizes = self.counts\(chosen\).tolist\(\): .*that the program leaves open: how"
     with pytest.raises(CaptureError, match=says):
         capture(ByHand(loop, layers=1), kwargs=family_batch())
 

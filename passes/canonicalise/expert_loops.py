@@ -72,8 +72,8 @@ def gather_expert_loops(
         place = counts.get(argument(node, "size"))
         if place is not None:
             raise CaptureError(
-                f"in {place}: the shape of a result depends on a value, which depends on the parameters: how many "
-                "rows a mask picks; and what is computed on them is not each row's own, put back or added up, nor the "
+                f"in {place}: the shape of a result depends on a value that the program leaves open: how many rows "
+                "a mask picks; and what is computed on them is not each row's own, put back or added up, nor the "
                 "same linear layers for every expert, row by row, added up: compute every row and choose with "
                 "torch.where"
             )

@@ -2,13 +2,14 @@
 
 How many rows a mask picks may depend on weights. With f any operators that treat rows alike:
 
-    y[m] = f(x[m])     ->  where(m, f(x), y)
-    f(x[m]).sum(0)     ->  masked_fill(f(x), ~m, 0).sum(dims of m)
-    f(x[m]).mean()     ->  masked_fill(f(x), ~m, 0).sum() / (m.sum() * entries of a row)
+    y[m] = f(x[m])     ->  where(m, f(x'), y)
+    f(x[m]).sum(0)     ->  masked_fill(f(x'), ~m, 0).sum(dims of m)
+    f(x[m]).mean()     ->  masked_fill(f(x'), ~m, 0).sum() / (m.sum() * entries of a row)
 
-A row that is dropped has the gradient zero, which an operator whose derivative is not finite there makes no number of.
-Where there is one of these (``_FINITE`` has the others), dropped rows are taken of ``x.detach()``, and nothing else
-that leads to f may have a gradient.
+x' is x with zeros for the rows that are dropped, which may be no numbers (a target that is missing) or no indices (a
+label of -100). A dropped row has the gradient zero, which an operator whose derivative is not finite at zero makes no
+number of; x does not get it. Where there is one of these (``_FINITE`` has the others), nothing else that leads to f may
+have a gradient.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> set[s
         names of the placeholders that rows go through (a layer's weights): where a model calls the layer only if there
         are rows, these have no gradient when there are none, and all rows give them zeros.
     """
+    _compare_with_zero(module.graph, counts)
+    _write_as_indices(module.graph, counts)
     _unite_masks(module.graph)
     nodes = list(calls(module.graph, aten.nonzero_static.default))
     of_layers = set[str]()
@@ -62,6 +65,28 @@ def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> set[s
         of_layers |= {source.name for source in map(source_of, rows.others()) if source.op == "placeholder"}
         rows.replace()
     return of_layers
+
+
+def _compare_with_zero(graph: fx.Graph, counts: Mapping[int, str]) -> None:
+    """Let the masks whose places are asked for be of flags: ``attention_mask.nonzero()`` is of numbers."""
+    for node in calls(graph, aten.nonzero_static.default):
+        mask: Any = node.args[0]
+        if argument(node, "size") in counts and value(mask).dtype != torch.bool:
+            node.replace_input_with(mask, insert(node, aten.ne.Scalar, (mask, 0)))
+
+
+def _write_as_indices(graph: fx.Graph, counts: Mapping[int, str]) -> None:
+    """``index_select``, ``index_copy`` and ``index_add`` of rows, as ``x[places]`` and ``x[places] = rows``."""
+    for node in calls(graph, aten.index_select.default, aten.index_copy.default, aten.index_add.default):
+        table, dim, index, *rows = node.args
+        sizes = shape(index)  # type: ignore[arg-type]
+        if dim != 0 or len(sizes) != 1 or sizes[0] not in counts:
+            continue
+        if node.target is aten.index_select.default:
+            replace(node, insert(node, aten.index.Tensor, (table, [index])))
+        elif argument(node, "alpha") in (None, 1):
+            is_added = node.target is aten.index_add.default
+            replace(node, insert(node, aten.index_put.default, (table, [index], *rows[:1], is_added)))
 
 
 def _unite_masks(graph: fx.Graph) -> None:
@@ -104,13 +129,13 @@ class _AllRows:
         self._rows: dict[fx.Node, fx.Node] = {}
 
     def replace(self) -> None:
-        is_detached = not all(map(_is_finite, self._row_operators()))
-        if is_detached and not all(map(_is_constant, self.others())):
+        if not all(map(_is_finite, self._row_operators())) and not all(map(_is_constant, self.others())):
             return
         for node in calls(self._graph):
             if self._is_pick(node):
                 table: Any = node.args[0]
-                self._rows[node] = self._dropped_detached(node, table) if is_detached else table
+                dropped = insert(node, aten.bitwise_not.default, (self._spread(node, table),))
+                self._rows[node] = insert(node, aten.masked_fill.Scalar, (table, dropped, 0))
             elif any(operand in self._rows for operand in node.all_input_nodes):
                 result = self._chosen(node)
                 if result is not None:
@@ -138,10 +163,6 @@ class _AllRows:
         operators = self._row_operators()
         operands = {operand for node in operators for operand in node.all_input_nodes}
         return {operand for operand in operands.difference(operators) if not self._is_pick(operand)}
-
-    def _dropped_detached(self, node: fx.Node, table: fx.Node) -> fx.Node:
-        without_history = insert(node, aten.detach.default, (table,))
-        return insert(node, aten.where.self, (self._spread(node, table), table, without_history))
 
     def _is_write(self, node: fx.Node) -> bool:
         if node.target is not aten.index_put.default or places_of(node.args[1]) != self._places:  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from passes.capture.convert import Source, convert
 from passes.capture.draws import number_draws
 from passes.capture.eager_path import compiled_or_eager
 from passes.capture.export import export
-from passes.capture.flat_call import FlatCall, LossFunction
+from passes.capture.flat_call import FlatCall, LossFunction, loss_path
 from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
@@ -27,7 +27,14 @@ from passes.capture.next_call import check_next_call
 from passes.capture.one_process import as_one_process
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
 from passes.capture.ordered_sets import sets_in_order
-from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_rows, operator_calls, refuse_picked_rows
+from passes.capture.picked_rows import (
+    OperatorCall,
+    PickedRows,
+    check_picked_rows,
+    operator_calls,
+    refuse_picked_rows,
+    with_most_calls,
+)
 from passes.capture.refusals import names_of_paths, refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.rows_left_out import placeholders_without_rows
@@ -58,6 +65,7 @@ def capture(
     copy_repeats: bool = False,
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
+    any_number_at: Collection[str] = (),
 ) -> Graph:
     """The graph of ``model(*args, **kwargs)`` for the shapes of these inputs.
 
@@ -80,9 +88,12 @@ def capture(
             time that hardly depends on how many they are. Models for which that cannot be told are traced in full.
         values: the call's tensors by path, where those in ``args`` and ``kwargs`` have none.
         buffer_values: the model's buffers by name, likewise.
+        any_number_at: places of readings (``guards.counts``) that the graph is to do without: it computes all rows that
+            a mask may pick there, and holds for every number of them.
 
     Raises:
-        CaptureError: if the model cannot be traced; it names the module and the source line.
+        CaptureError: if the model cannot be traced, or not with ``any_number_at``; it names the module and the source
+            line.
         MissingValues: if it asks for the value of an input that has none.
         Exception: what the model itself raises because of values that it asked for.
     """
@@ -95,6 +106,7 @@ def capture(
         "gradients": gradients,
         "values": values,
         "buffer_values": buffer_values,
+        "any_number_at": frozenset(any_number_at),
     }
     with _one_at_a_time, quick_pytrees():
         graph = _capture_shortened(model, options) if copy_repeats else None
@@ -129,9 +141,14 @@ def _traced(model: nn.Module, **options: Any) -> tuple[Graph, FlatCall]:
     return graph, trace.call
 
 
-def _trace(model: nn.Module, *, picked: PickedRows | None = None, **options: Any) -> _Trace:
+def _trace(
+    model: nn.Module, *, picked: PickedRows | None = None, any_number_at: frozenset[str] = frozenset(), **options: Any
+) -> _Trace:
     """The exported program of a call on a copy of the model, on the path that it takes when compiled or in eager."""
-    return compiled_or_eager(lambda rows: _trace_path(model, **options, picked=rows), picked or PickedRows())
+    if picked is None and any_number_at:
+        picked = with_most_calls(any_number_at, lambda one: _trace(model, **options, picked=one).call.reads.picked)
+    picked = picked or PickedRows()
+    return compiled_or_eager(lambda rows: _trace_path(model, **options, picked=rows), picked)
 
 
 def _trace_path(
@@ -176,7 +193,7 @@ def _trace_path(
         states = _state_names(call)
         program = _export(call, tensors, paths, open_dims)
     refuse_picked_rows(picked, repeats, is_open=open_dims is not None)
-    loss = _loss_path(call, training)
+    loss = None if training is False else loss_path(call.result.tensors)
     keeps_gradients = training is not False and (loss is not None or graph_training or gradients)
     return _Trace(call, program, states, loss, graph_training, keeps_gradients, repeats)
 
@@ -202,7 +219,7 @@ class _Trace:
 
     def calls(self) -> list[OperatorCall]:
         """The operators that the model called, while its program is not changed."""
-        return operator_calls(self.program.graph_module)
+        return operator_calls(self.program.graph_module, self.call.result.structure)
 
     def read_without_rows(self) -> set[str]:
         """Paths of the parameters and buffers that are used on tensors without entries."""
@@ -338,7 +355,8 @@ def _export(
             if reads is not None:
                 reads = _first_read(export(call, tensors, stack_traces=True)) or reads
     except Exception as error:
-        if isinstance(error, MissingValues) or (call.reads.guards and is_raised_by_the_model(error)):
+        is_of_values = bool(call.reads.guards) and not call.reads.picked.any_number_at
+        if isinstance(error, MissingValues) or (is_of_values and is_raised_by_the_model(error)):
             raise
         reason = call.reads.picked.before(str(error) if isinstance(error, CaptureError) else explain(error))
         raise CaptureError(f"cannot capture {name}: in {describe_failure(error, paths)}: {reason}") from error
@@ -361,19 +379,6 @@ def _first_read(program: ExportedProgram) -> str | None:
                 f"in module {place!r}{where}: {node.target} makes a number or a shape out of a tensor's values, "
                 "which are not known when planning: use tensor operations of static shape"
             )
-    return None
-
-
-def _loss_path(call: FlatCall, training: bool | None) -> str | None:
-    """Which output is the loss: the scalar called ``loss``, or the first output if it is a scalar with gradient."""
-    values = call.result.tensors
-    named = values.get(("loss",))
-    if training is False or not values:
-        return None
-    first_path, first = next(iter(values.items()))
-    for path, value in ((("loss",), named), (first_path, first)):
-        if value is not None and value.dim() == 0 and value.is_floating_point() and value.requires_grad:
-            return ".".join(map(str, path))
     return None
 
 

@@ -165,3 +165,12 @@ def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> A
 def _without_cache(parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:
     """``use_cache=False`` for models that would return a key-value cache unless told otherwise."""
     return {"use_cache": False} if "use_cache" in parameters and "use_cache" not in kwargs else {}
+
+
+def loss_path(outputs: Mapping[Path, torch.Tensor]) -> str | None:
+    """Which output is the loss: the scalar called ``loss``, or the first output if it is a scalar with gradient."""
+    for path in (("loss",), *list(outputs)[:1]):
+        value = outputs.get(path)
+        if value is not None and value.dim() == 0 and value.is_floating_point() and value.requires_grad:
+            return ".".join(map(str, path))
+    return None

@@ -73,11 +73,26 @@ def readable(result: Any) -> Any:
 def first_difference(
     guards: ValueGuards, inputs: Mapping[Path, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> tuple[GuardReading, Any] | None:
-    """The first reading that is another one on these tensors, and what it is; None if the guards hold.
+    """The first of ``differences``; None if the guards hold."""
+    return next(iter(differences(guards, inputs, buffers, most=1)), None)
+
+
+def differences(
+    guards: ValueGuards,
+    inputs: Mapping[Path, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    most: int | None = None,
+) -> list[tuple[GuardReading, Any]]:
+    """The readings that are other ones on these tensors, and what they are, as far as the steps can run.
+
+    Args:
+        most: stop behind so many.
 
     Raises:
         KeyError: for a tensor that is read and not there.
     """
+    different: list[tuple[GuardReading, Any]] = []
     values = StepValues(inputs.__getitem__, buffers.__getitem__)
     with outside_of_tracing():
         for entry in guards.entries:
@@ -86,12 +101,14 @@ def first_difference(
                     values.run(entry)
                 except (RuntimeError, IndexError, ValueError) as error:
                     # Operators that cannot run on these values would not have been reached with them.
-                    return GuardReading(StepResult(0), "a result", f"at {entry.op}"), str(error)
+                    return [*different, (GuardReading(StepResult(0), "a result", f"at {entry.op}"), str(error))]
             else:
                 value = values.read(entry.source)
                 if not same_reading(value, entry.expected):
-                    return entry, value
-    return None
+                    different.append((entry, value))
+            if len(different) == most:
+                break
+    return different
 
 
 def same_reading(value: Any, expected: Any) -> bool:

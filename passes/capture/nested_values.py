@@ -66,6 +66,15 @@ def rebuild(structure: Structure, tensors: Mapping[Path, Any]) -> Any:
     return _make(structure.example, structure.keys, parts)
 
 
+def constants_of(structure: Structure) -> Iterator[Any]:
+    """What is no tensor, in order."""
+    if isinstance(structure, LiteralLeaf):
+        yield structure.value
+    elif isinstance(structure, Container):
+        for part in structure.parts:
+            yield from constants_of(part)
+
+
 def leaf_paths(structure: Structure) -> Iterator[Path]:
     """Paths of the tensors, in order."""
     if isinstance(structure, Leaf):

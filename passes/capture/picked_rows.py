@@ -6,6 +6,9 @@ computed on the rows as the same on all rows, of which the mask drops the others
 (``for expert in mask.nonzero()``) runs over all of them, and whether a mask picks any row (``if mask.any():``) is taken
 to be so: masks that pick nothing have no rows to add.
 
+Rows that a mask of inputs picks have the number of the example, unless it is asked to leave that open at the line that
+picks: then such a number, too, is made up.
+
 The result may depend on the numbers of rows in no other way. Traces with other numbers show it: very many rows, one row
 for each mask, none for all or for some of the masks. Those without rows have to give what leaving out their rows gives.
 """
@@ -13,7 +16,7 @@ for each mask, none for all or for some of the masks. Those without rows have to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ import torch
 from torch import fx
 
 from passes.capture.equal_tensors import computed_alike
+from passes.capture.nested_values import Structure, constants_of
 from passes.capture.repeats import RepeatedEntries
 from passes.capture.rows_left_out import without_marks
 from passes.capture.shorten import NotRepeated
@@ -34,6 +38,14 @@ _MOST_PLACES = 1024
 _COMPARED = 4
 #: More rows than any threshold in a model (a capacity).
 _VERY_MANY = 1 << 33
+#: The same for masks of inputs, which code that counts in Python may go through.
+_MANY_OF_INPUTS = 10_000_019
+#: Rows that no model goes through one by one.
+_LONG = 1_000_000
+#: Calls that a trace may have more than one of one row for each mask has, and a factor.
+_MORE_CALLS = (2, 100)
+#: Stands for an operator where a call lists the numbers and texts that the model returns.
+_RETURNED = "returned"
 #: Operators that only lay out.
 _LAYOUTS = ("aten.view", "aten.reshape", "aten.expand", "aten.squeeze", "aten.unsqueeze", "aten.alias")
 _VIEWS = ("squeeze", "flatten", "view", "reshape", "cpu", "__getitem__")
@@ -47,10 +59,14 @@ class PickedRows:
         first, step: the number of rows that the first mask picks, and how many more each of the next ones does.
         idle: every so many masks of a module is idle, the first one too; 0: none is.
         left_out: idle masks pick rows, one more than others do; otherwise they pick none.
+        any_number_at: lines of the model where masks that inputs decide get made-up numbers, too.
+        most_calls: functions of torch that the model may call.
 
     Attributes:
         counts: numbers of rows so far → where the model picks them.
         left_out_counts: those of idle masks, whose rows are left out of what is computed.
+        num_calls: functions of torch that it called.
+        counts_of_inputs: those of masks that inputs decide.
         loops: paths of the modules that looped over places.
         layers: paths of the parameters that rows go through outside of loops over experts.
         hits: nodes of the masks of all experts of which it asked for those that have any row.
@@ -60,8 +76,12 @@ class PickedRows:
     step: int = 2
     idle: int = 0
     left_out: bool = False
+    any_number_at: frozenset[str] = frozenset()
+    most_calls: int | None = None
+    num_calls: int = 0
     counts: dict[int, str] = field(default_factory=dict)
     left_out_counts: set[int] = field(default_factory=set)
+    counts_of_inputs: set[int] = field(default_factory=set)
     loops: set[str] = field(default_factory=set)
     hits: set[fx.Node] = field(default_factory=set)
     layers: set[str] = field(default_factory=set)
@@ -73,7 +93,16 @@ class PickedRows:
 
     def fresh(self) -> PickedRows:
         """The same numbers for another trace, of which nothing is noted yet."""
-        return PickedRows(self.first, self.step, self.idle, self.left_out)
+        return self.numbered(self.first, self.step, idle=self.idle, left_out=self.left_out)
+
+    def numbered(self, first: int = 1_000_003, step: int = 0, *, idle: int = 0, left_out: bool = False) -> PickedRows:
+        """Other numbers for another trace."""
+        return PickedRows(first, step, idle, left_out, self.any_number_at, self.most_calls)
+
+    @property
+    def has_several_masks(self) -> bool:
+        """Whether some masks of a module can be idle and others not."""
+        return bool(self.loops) or max(self._by_module.values(), default=0) > 1
 
     def _is_idle(self, number: int) -> bool:
         return self.idle > 0 and number % self.idle == 0
@@ -115,12 +144,29 @@ class PickedRows:
         path = _module_path(place)
         return any(not loop or path == loop or path.startswith(f"{loop}.") for loop in self.loops)
 
+    def note_call(self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A function of torch is called.
+
+        Raises:
+            CaptureError: if it is one of very many, for row after row.
+        """
+        self.num_calls += 1
+        is_one_of_many = self.most_calls is not None and self.num_calls > self.most_calls
+        if is_one_of_many or (function == "unbind" and self._has_many_pieces(*args, **kwargs)):
+            raise CaptureError("forward goes through the rows that a mask picks one by one")
+
+    def _has_many_pieces(self, rows: torch.Tensor, dim: int = 0) -> bool:
+        """Whether rows that a mask picks would be taken apart, but for places that a loop goes over."""
+        if not self.counts or dim != 0 or not rows.dim() or id(rows) in self._places:
+            return False
+        return rows.shape[0] in self.counts and rows.shape[0] >= _LONG
+
     def before(self, reason: str) -> str:
         """Why a trace failed, with the first rows that were picked before."""
         if not self.counts:
             return reason
         place = next(iter(self.counts.values()))
-        return f"{reason} (the shape of a result depends on a value, which depends on the parameters, in {place})"
+        return f"{reason} (the shape of a result depends on a value that the program leaves open, in {place})"
 
     def note(self, function: str, operand: object, result: object) -> None:
         """Follow the places of a mask of one dim through functions that only change their shape."""
@@ -153,6 +199,17 @@ class PickedRows:
         return tuple(torch.full(places.shape[1:], number) for number in numbers)
 
 
+def with_most_calls(any_number_at: frozenset[str], trace: Callable[[PickedRows], PickedRows]) -> PickedRows:
+    """For a trace that leaves numbers open, with a bound of its calls by what one of one row for each mask has.
+
+    Args:
+        trace: traces with such numbers; they, as they are then.
+    """
+    of_one_row = trace(PickedRows(first=1, step=0, any_number_at=any_number_at))
+    factor, more = _MORE_CALLS
+    return PickedRows(any_number_at=any_number_at, most_calls=factor * of_one_row.num_calls + more)
+
+
 def _module_path(place: str) -> str:
     """The path of the module in a place as ``describe_stack`` gives it."""
     return place.split("'")[1] if place.startswith("module '") else ""
@@ -166,8 +223,10 @@ def refuse_picked_rows(picked: PickedRows, repeats: Sequence[RepeatedEntries], *
     """
     if picked.counts and is_open:
         raise CaptureError("rows that a mask picks are traced for each shape")
-    for place in picked.counts.values() if repeats else ():
-        if all(repeat.entry_of(_module_path(place)) is None for repeat in repeats):
+    for number, place in picked.counts.items() if repeats else ():
+        if number not in picked.counts_of_inputs and all(
+            repeat.entry_of(_module_path(place)) is None for repeat in repeats
+        ):
             raise NotRepeated(place)
 
 
@@ -178,7 +237,7 @@ class RowsTraced(Protocol):
         """Its canonical graph."""
 
     def calls(self) -> list[OperatorCall]:
-        """The operators that the model called, and their arguments that are no tensors; before ``graph``."""
+        """As ``operator_calls``; before ``graph``."""
 
     def read_without_rows(self) -> set[str]:
         """Paths of the parameters and buffers that are used on tensors without entries; before ``graph``."""
@@ -188,11 +247,16 @@ class RowsTraced(Protocol):
 OperatorCall = tuple[str, list[Any]]
 
 
-def operator_calls(module: fx.GraphModule) -> list[OperatorCall]:
-    """The operators that a trace called, in order; not those that only lay out, which torch itself adds for one row."""
+def operator_calls(module: fx.GraphModule, returned: Structure) -> list[OperatorCall]:
+    """The operators that a trace called, in order, and the constants that it returns.
+
+    Not those that only lay out, which torch itself adds for one row.
+    """
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    return [(str(node.target), _numbers(node)) for node in nodes if str(node.target).rpartition(".")[0] not in _LAYOUTS]
+    called = [node for node in nodes if str(node.target).rpartition(".")[0] not in _LAYOUTS]
+    constants = [value for value in constants_of(returned) if isinstance(value, (int, float, str))]
+    return [*((str(node.target), _numbers(node)) for node in called), (_RETURNED, constants)]
 
 
 def _numbers(node: fx.Node) -> list[Any]:
@@ -214,19 +278,19 @@ def check_picked_rows(
     Raises:
         CaptureError: if something does.
     """
-    many = trace(PickedRows(first=_VERY_MANY))
-    same = _same_calls(calls, many.calls(), trace(PickedRows(first=1, step=0)).calls())
+    many = trace(picked.numbered(_VERY_MANY if not picked.any_number_at else _MANY_OF_INPUTS, picked.step))
+    same = _same_calls(calls, many.calls(), trace(picked.numbered(1)).calls())
     same = same and _form(graph) == _form(many.graph())
     read_without_rows = set[str]()
-    for idle in (1, 2):
-        picks_nothing = trace(PickedRows(step=0, idle=idle))
+    for idle in (1, 2) if picked.has_several_masks else (1,):
+        picks_nothing = trace(picked.numbered(idle=idle))
         read_without_rows |= picks_nothing.read_without_rows()
-        left_out = trace(PickedRows(step=0, idle=idle, left_out=True))
+        left_out = trace(picked.numbered(idle=idle, left_out=True))
         same = same and _form(left_out.graph()) == _form(picks_nothing.graph())
     if not same:
         raise CaptureError(
-            f"in {next(iter(picked.counts.values()))}: control flow depends on a value, which depends on the "
-            "parameters: how many entries of a mask are true decides more than which rows are computed: compute every "
+            f"in {next(iter(picked.counts.values()))}: control flow depends on a value that the program "
+            "leaves open: how many entries of a mask are true decides more than which rows are computed: compute every "
             "row and choose with torch.where"
         )
     guarded = sorted(picked.layers - read_without_rows)
@@ -249,6 +313,8 @@ def _same_calls(calls: list[OperatorCall], many: list[OperatorCall], one: list[O
         return False
     for (name, numbers), (name_of_many, of_many), (name_of_one, of_one) in zip(calls, many, one):
         if not name == name_of_many == name_of_one or not len(numbers) == len(of_many) == len(of_one):
+            return False
+        if name == _RETURNED and not numbers == of_many == of_one:
             return False
         if any(some == very_many != single for some, very_many, single in zip(numbers, of_many, of_one)):
             return False

@@ -34,7 +34,7 @@ class ValueReads:
         guards: what was read so far.
         checks: flags that only raise errors, or tell whether numbers are finite; what they have to be, and the error if
             they are not.
-        picked: the masks that depend on weights.
+        picked: the masks that pick an unknown number of rows.
 
     Args:
         inputs: values of the call's tensors by path; None or on meta where there are none.
@@ -197,14 +197,24 @@ class ValueReads:
                     places += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
         return places
 
-    def _picked_count(self, mask: torch.Tensor | fx.Node) -> int | None:
-        """How many rows a mask picks for the trace if what decides it is no input; None if it is one."""
+    def _picked_count(self, mask: torch.Tensor | fx.Node, *, is_size: bool = True) -> int | None:
+        """How many rows a mask picks for the trace if that is left open; None if inputs decide it.
+
+        Args:
+            is_size: whether it is the size of a result; otherwise Python asks for it, or whether there are any.
+        """
         traced = self._subgraphs
         node = None if traced is None else traced.unsettled_mask(mask)
-        if traced is None or node is None:
+        is_settled = node is None
+        if traced is None or (is_settled and not (is_size and self.picked.any_number_at)):
+            return None
+        place = describe_stack(self._modules)
+        if is_settled and place in self.picked.any_number_at:
+            node = traced.open_mask(mask)
+        if node is None:
             return None
         node = self.picked.known_as(node)
-        hits, place = traced.hits_of(node), describe_stack(self._modules)
+        hits = traced.hits_of(node)
         self.picked.hits |= hits
         is_looping = self.picked.is_looping(place) and not hits
         expert = traced.entry_number(node, self.picked.hits) if is_looping else None
@@ -213,7 +223,10 @@ class ValueReads:
                 "rows are picked inside of a loop over experts that were hit, by a mask that is not one of those whose "
                 f"hits the loop runs over: {_INSTEAD}"
             )
-        return self.picked.count(node, expert, place, traced.most_hits(hits) if hits else None)
+        count = self.picked.count(node, expert, place, traced.most_hits(hits) if hits else None)
+        if is_settled:
+            self.picked.counts_of_inputs.add(count)
+        return count
 
     def _number_of_bins(self, ids: torch.Tensor, weights: Any = None, minlength: int = 0) -> int | None:
         """How long ``bincount`` is of ids that weights decide, if that is known before their values are."""
@@ -251,7 +264,7 @@ class ValueReads:
             if constant is not None:
                 return constant.item()
         of = traced.mask_counted(tensor)
-        count = None if of is None else self._picked_count(of[0])
+        count = None if of is None else self._picked_count(of[0], is_size=False)
         return None if of is None or count is None else of[1](count)
 
     def _count(self, mask: torch.Tensor, shape: tuple[int, ...]) -> int:

@@ -59,6 +59,7 @@ class Subgraphs:
                 self._sources.setdefault(node, source)
         self._steps: dict[fx.Node, StepResult] = {}
         self._written: set[int] = set()
+        self._open_masks: set[fx.Node] = set()
         self._last_seen: fx.Node | None = None
 
     def steps_to(self, tensor: torch.Tensor, add: Callable[[GuardStep], StepResult]) -> StepResult:
@@ -116,17 +117,19 @@ class Subgraphs:
 
         Masks that only lay out the same entries have one node.
         """
-        node = mask if isinstance(mask, fx.Node) else self._trace.node_of(mask)
-        while node is not None and _name(node) in _LAID_OUT:
-            node = node.all_input_nodes[0]
-        if (
-            node is None
-            or node.meta["val"].dim() == 0
-            or self._is_settled(self._leading_to(node)[0])
-            or self._are_written([node])
-        ):
-            return None
+        node = self._mask_node(mask)
+        return None if node is None or self._is_settled(self._leading_to(node)[0]) else node
+
+    def open_mask(self, mask: torch.Tensor | fx.Node) -> fx.Node | None:
+        """The node of a mask whoever decides it; None if it is written. How many rows it picks is taken for unknown."""
+        node = self._mask_node(mask)
+        if node is not None:
+            self._open_masks.add(node)
         return node
+
+    def _mask_node(self, mask: torch.Tensor | fx.Node) -> fx.Node | None:
+        node = _laid_out(mask if isinstance(mask, fx.Node) else self._trace.node_of(mask))
+        return None if node is None or node.meta["val"].dim() == 0 or self._are_written([node]) else node
 
     def are_alike(self, first: torch.Tensor, second: torch.Tensor) -> bool | None:
         """Whether two tensors are computed alike; None if inputs, buffers and constants decide what both are."""
@@ -246,6 +249,8 @@ class Subgraphs:
                 raise UnknownValue("depends on a layer that is skipped")
             if _draws(node):
                 raise UnknownValue(f"depends on random numbers ({node.target})")
+            if _picks_rows(node) and not self._open_masks.isdisjoint(map(_laid_out, node.all_input_nodes)):
+                raise UnknownValue("depends on how many rows a mask picks")
 
     def _step(self, node: fx.Node, steps: Mapping[fx.Node, StepResult], *, copied: bool) -> GuardStep:
         if node.op == "placeholder":
@@ -274,6 +279,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 _ABOVE_ZERO = ("aten.gt", "aten.greater", "aten.ne", "aten.to", "aten._to_copy")
 _SUMS = ("aten.sum", "aten.any")
 _LAID_OUT = ("aten.view", "aten.reshape", "aten.flatten", "aten.alias")
+#: Operators that give as many rows as a mask picks.
+_PICKS = tuple(f"aten.{name}" for name in ("index", "nonzero", "nonzero_numpy", "argwhere", "masked_select"))
 _SAME_ENTRIES = ("aten.squeeze", "aten.view", "aten.reshape", "aten.to", "aten.alias", "aten.detach")
 
 
@@ -288,6 +295,17 @@ def _is_flag(node: fx.Node) -> bool:
         return True
     is_compared = _name(node) in ("aten.ne", "aten.eq") and node.args[1:] == (0,) and isinstance(node.args[0], fx.Node)
     return is_compared and _name(node.args[0]) not in _COUNTS  # type: ignore[arg-type]
+
+
+def _picks_rows(node: fx.Node) -> bool:
+    return _name(node) in _PICKS or (_name(node) == "aten.where" and len(node.args) == 1)
+
+
+def _laid_out(mask: fx.Node | None) -> fx.Node | None:
+    """The node whose entries a mask lays out."""
+    while mask is not None and _name(mask) in _LAID_OUT:
+        mask = mask.all_input_nodes[0]
+    return mask
 
 
 def _nothing(name: Any) -> torch.Tensor:

@@ -70,6 +70,7 @@ class WatchedForward(TorchFunctionMode):
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
         if name == "_pack_padded_sequence":
             raise CaptureError(_PACKED)
+        self._reads.picked.note_call(name, args, kwargs or {})
         same = call_without_gradients(func, name, args, kwargs or {})
         if same is None:
             same = self._strided.call(name, args, kwargs or {})

@@ -71,6 +71,12 @@ class ValueGuards:
         return tuple(entry for entry in self.entries if isinstance(entry, GuardReading))
 
     @property
+    def counts(self) -> tuple[GuardReading, ...]:
+        """The readings of how many entries of a mask are true."""
+        steps = self.steps
+        return tuple(one for one in self.readings if steps[one.source.step].op == "aten.nonzero.default")
+
+    @property
     def input_paths(self) -> tuple[Path, ...]:
         """The inputs whose values are read."""
         return tuple(dict.fromkeys(step.args[0] for step in self.steps if step.op == "input"))

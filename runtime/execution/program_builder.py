@@ -234,8 +234,9 @@ class Maker:
     def _with_case(self, call: ModelCall, mode: Hashable, *, local_inputs: bool) -> ModelCall:
         """``call`` with the number of the case that its values belong to."""
         spelling = (call.signature, local_inputs, mode)
-        if self._cases.is_plain(spelling):
-            return call
+        number = self._cases.plain_case(spelling)
+        if number is not None:
+            return dataclasses.replace(call, case=number) if number else call
         with self.places.layout.plain():
             whole = self._completed(self._whole_call(call) if local_inputs else call)
             kind = self._cases.note(spelling, (whole.signature, mode))
@@ -316,7 +317,9 @@ class Maker:
             options: dict[str, Any] = {"args": call.args, "kwargs": call.kwargs, "loss_fn": loss_fn}
             options |= {"gradients": self._is_differentiated()}
             options |= {"copy_repeats": True, "values": values.tensors, "buffer_values": self._cases.buffers}
-            static = functools.partial(capture, self.model, **options)
+            static = functools.partial(
+                self._cases.captured, self._graph_mode(), functools.partial(capture, self.model, **options)
+            )
             with_open_sizes = functools.partial(trace_shapes, self.model, **options)
             with self.watch.unwritten():
                 return self.captures.graph(call, self._graph_mode(), capture=static, trace=with_open_sizes)

@@ -2,10 +2,15 @@
 
 A graph that was captured with readings (``mask.sum().item() == 7``) has guards. The graphs of one kind of call are its
 cases; each call is of the first case whose guards hold on its inputs, on all ranks alike, or of a new one.
+
+Where a new one differs from another in nothing but how many rows masks pick, the lines that pick them are remembered:
+from then on the model is captured for any number of rows there, if it can be, and such a case takes the other's place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,8 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from passes.capture.guard_values import first_difference
-from passes.ir.errors import MissingValues
+from passes.capture.guard_values import differences, first_difference
+from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
 from passes.ir.value_guards import Path, ValueGuards
 from runtime.agreement.ranks_together import Ranks
@@ -30,6 +35,8 @@ _AS_A_TENSOR = (
     "keep it a tensor (without .item(), int(), tolist()): rows are written to a queue by "
     "queue[(pointer + torch.arange(len(rows))) % len(queue)] = rows, and pointer.add_(len(rows)).remainder_(len(queue))"
 )
+
+log = logging.getLogger("meshwright.programs")
 
 
 @dataclass
@@ -74,6 +81,11 @@ class ValueCases:
         self._kinds: dict[Hashable, Hashable] = {}
         self._next: dict[Hashable, int] = {}
         self._announced: set[str] = set()
+        self._any_number_at: frozenset[str] = frozenset()
+        self._outgrown: dict[Hashable, int] = {}
+        #: Mode → lines at which programs are for any number, and sets of lines at which they cannot be.
+        self._captured: dict[Hashable, frozenset[str]] = {}
+        self._refused: set[tuple[Hashable, frozenset[str]]] = set()
 
     @property
     def buffers_read(self) -> tuple[str, ...]:
@@ -100,10 +112,10 @@ class ValueCases:
         self._kinds[spelling] = kind
         return kind
 
-    def is_plain(self, spelling: Hashable) -> bool:
-        """Whether calls passed in this way were captured, and none of their values was read."""
+    def plain_case(self, spelling: Hashable) -> int | None:
+        """The case of all calls passed in this way, if none of their values is read; None if they were not captured."""
         cases = self._cases.get(self._kinds.get(spelling))
-        return cases is not None and not any(cases.values())
+        return next(reversed(cases)) if cases and not any(cases.values()) else None
 
     def case_of(self, kind: Hashable, values: CallValues) -> int | None:
         """Number of the case that a call belongs to, the same on all ranks; None if it is a new one.
@@ -123,9 +135,42 @@ class ValueCases:
                 break
             reason = difference
         self._agree(number, reason)
-        if number is not None:
+        if number is None:
+            self._note_counts(kind, values)
+        else:
             cases.move_to_end(number)
         return number
+
+    def _note_counts(self, kind: Hashable, values: CallValues) -> None:
+        """Remember the lines at which a call's masks pick other numbers of rows, if a case differs in these alone."""
+        for number, guards in reversed(self._cases[kind].items()):
+            with contextlib.suppress(KeyError):  # an input that is not passed
+                readings = [reading for reading, _ in differences(guards, values.tensors, self.buffers)]
+                if all(reading in guards.counts for reading in readings):
+                    self._any_number_at |= {reading.place for reading in readings}
+                    self._outgrown[kind] = number
+                    return
+
+    def captured(self, mode: Hashable, capture: Callable[..., Graph]) -> Graph:
+        """``capture()``, for any number of rows at the lines where it has changed, as far as that can be.
+
+        Args:
+            mode: calls that are captured alike.
+            capture: of ``passes.capture``, with its option ``any_number_at``.
+        """
+        for places in dict.fromkeys((self._any_number_at, self._captured.get(mode, frozenset()))):
+            if not places or (mode, places) in self._refused:
+                continue
+            try:
+                graph = capture(any_number_at=places)
+            except CaptureError as error:
+                self._refused.add((mode, places))
+                log.info("a program for each number of rows that masks pick: for any number, %s", error)
+            else:
+                self._captured[mode] = places
+                log.info("a program for any number of rows that masks pick, which computes all, in %s", _listed(places))
+                return graph
+        return capture()
 
     def _difference(self, guards: ValueGuards, values: CallValues) -> str | None:
         try:
@@ -154,6 +199,9 @@ class ValueCases:
     def add(self, kind: Hashable, number: int, guards: ValueGuards) -> None:
         """Remember a new case."""
         cases = self._cases.setdefault(kind, OrderedDict())
+        outgrown = self._outgrown.pop(kind, None)
+        if outgrown is not None and not guards.counts:
+            cases.pop(outgrown, None)
         cases[number] = guards
         self._next[kind] = number + 1
         if number >= CASES_ANNOUNCED:
@@ -176,6 +224,10 @@ class ValueCases:
         if kind not in self._announced:
             self._announced.add(kind)
             warnings.warn(message, stacklevel=3)
+
+
+def _listed(places: frozenset[str]) -> str:
+    return "; ".join(sorted(places))
 
 
 def with_values_gathered(values: CallValues, capture: Callable[[], Graph]) -> Graph:
