@@ -46,7 +46,7 @@ from planner.whole_step.offloading import (
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
-from planner.whole_step.result.plan_of_solution import Judged, extract, judge, with_bound
+from planner.whole_step.result.plan_of_solution import Judged, extract, judge, unproved_if_open, with_bound
 from planner.whole_step.result.search_progress import ANALYSING, Progress, Report
 from planner.whole_step.result.uniform_plans import plainer
 from planner.whole_step.unequal_search import check_unequal, search_of
@@ -197,8 +197,9 @@ class _Planner:
         if not plans:
             raise infeasible_on_unequal(clusters[0], outcomes)
         best = min(plans, key=lambda plan: plan.step.costs.simulated)
-        unsolved = [outcome.bound for outcome in outcomes if not outcome.solutions]
-        return with_bound(best, min([*unsolved, *(plan.certificate.bound for plan in plans)]))
+        unsolved = [outcome.proved for outcome in outcomes if not outcome.solutions]
+        bound = min([*unsolved, *(plan.certificate.bound for plan in plans)])
+        return unproved_if_open(with_bound(best, bound), gap=max(demands.gap, PROVED))
 
     def fastest_in_order(self, cluster: Cluster, demands: Demands) -> Plan:
         search, outcome = self.search(cluster, demands)
@@ -210,7 +211,7 @@ class _Planner:
         if less is None:
             raise host_too_small(search, outcome)
         plan = less.fastest(cluster, less.demands)
-        return with_bound(plan, min(outcome.bound, plan.certificate.bound))
+        return with_bound(plan, min(outcome.proved, plan.certificate.bound))
 
     def with_less_on_hosts(self, demands: Demands) -> _Planner | None:
         """The same for demands that leave less to the hosts than ``demands``; None if these leave nothing more out."""
@@ -281,7 +282,8 @@ class _Planner:
             if solution.candidate not in fastest or solution.seconds <= fastest[solution.candidate].seconds:
                 fastest[solution.candidate] = solution
         solutions = sorted(fastest.values(), key=lambda solution: solution.seconds)
-        return search, dataclasses.replace(again, solutions=solutions, bound=max(outcome.bound, again.bound))
+        proved, bound = max(outcome.proved, again.proved), max(outcome.bound, again.bound)
+        return search, dataclasses.replace(again, solutions=solutions, bound=bound, of_all_shardings=proved)
 
     def lightest(
         self,

@@ -1,27 +1,36 @@
 """The search of whole steps on unequal devices: each pipeline rank has what its own devices take.
 
 Layouts, micro-batches and schedules are searched as on equal devices, under bounds in weighted seconds
-(``planner.whole_step.costs.stage_devices``). A stage whose ranks are of one kind is priced on it; one that has several
+(``planner.whole_step.costs.stage_devices``), each with the sharding that is best in these; then other shardings are
+tried where bounds of all of them leave room (``planner.whole_step.further_shardings``), and the least of these bounds
+is what a certificate states (``Outcome.proved``).
+
+A stage whose ranks are of one kind is priced on it; one that has several
 kinds counts all as the slowest, so that what is found is never slower than if the whole cluster did. Layouts whose
 stages differ are planned under the schedules whose closed form holds for them (``UNEQUAL_SCHEDULES``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
-from planner.pipeline_ilp.stage_problem import UNEQUAL_SCHEDULES, StageProblem, UnitRun, least_of
+from planner.pipeline_ilp.stage_problem import ROUNDING, UNEQUAL_SCHEDULES, StageProblem, UnitRun, least_of
+from planner.solvers.linear import OPTIMAL, UNPROVED
 from planner.whole_step.best_first import Search
+from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate, Family
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.level_one import LevelOne, Sharded, batch_prices
 from planner.whole_step.costs.stage_devices import WeightedLevelOne, repriced
-from planner.whole_step.costs.unit_choices import RankPrices, unit_runs
+from planner.whole_step.costs.unit_choices import RankPrices, StageSetting, unit_runs
+from planner.whole_step.further_shardings import FurtherShardings
+from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.search_progress import Progress
 from planner.whole_step.search_entry import SearchEntry
 
@@ -67,6 +76,7 @@ class UnequalSearch(Search):
         self, level_one: WeightedLevelOne, cluster: Cluster, demands: Demands, *, progress: Progress | None = None
     ) -> None:
         super().__init__(level_one, cluster, demands, progress=progress)
+        self.level_one: WeightedLevelOne = level_one
         self.devices = level_one.devices
         self.heaviest = max(level_one.weights)
         #: No device holds more, for bounds of all layouts; ``problem`` has the limit of each rank.
@@ -74,6 +84,45 @@ class UnequalSearch(Search):
             demands.memory_on(self.devices.usable_bytes((index,))) for index in range(len(self.devices.kinds))
         )
         self._repriced: dict[tuple[object, ...], tuple[Sharded, Sharded]] = {}
+        #: Bounds over all shardings of candidates whose stages were then bounded under one.
+        self.of_all_shardings: dict[Candidate, float] = {}
+
+    def share_prices(self, other: CandidateProblems) -> None:
+        """Take over what ``other`` has priced and proved, for the same demands but for gap and limits."""
+        super().share_prices(other)
+        if isinstance(other, UnequalSearch):
+            self._repriced = other._repriced
+
+    def run(self) -> Outcome:
+        """Search, then try further shardings where bounds of all shardings leave room, and state the least of these."""
+        outcome = super().run()
+        further = FurtherShardings(self, self.of_all_shardings)
+        least = further.run(outcome.bound)
+        best = self.solutions[0].seconds if self.solutions else math.inf
+        outcome = replace(outcome, solutions=self.solutions, bound=min(outcome.bound, best), of_all_shardings=least)
+        is_open = outcome.proved < best * (1.0 - self.demands.gap) * (1.0 - ROUNDING)
+        return replace(outcome, status=UNPROVED if self.status == OPTIMAL and is_open else self.status)
+
+    def to_beat(self, proved: float) -> float:
+        """The seconds down to which all shardings are bounded and tried, of a search that ``proved`` so many of its own
+        shardings."""
+        best = self.solutions[0].seconds if self.solutions else math.inf
+        return min(best, max(proved, best * (1.0 - self.demands.gap)))
+
+    def record(self, solution: StepSolution) -> None:
+        """Take a solution among those of the search."""
+        self._add(solution)
+
+    def is_stopped(self) -> bool:
+        """Whether a limit is reached."""
+        return self._is_stopped()
+
+    def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
+        """The same; bounds hold for one sharding from here on. Where samples alone are divided there is no other."""
+        candidate = entry.candidate
+        if candidate.cut.context * candidate.cut.tensor * candidate.cut.expert > 1:
+            self.of_all_shardings[candidate] = max(entry.bound, self.of_all_shardings.get(candidate, 0.0))
+        yield from super()._bound_stages(entry)
 
     def step_bound(self, candidate: Candidate, seconds: float) -> float:
         """The same from weighted seconds: those of the fill are divided by the largest weight."""
@@ -86,11 +135,15 @@ class UnequalSearch(Search):
 
     def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
         """The stage problem of one candidate under one sharding, with each rank's own seconds and memory."""
-        stages = self.devices.of_stages(candidate.layout)
         by_kinds = {
             stage: unit_runs(prices.figures, prices.setting)
-            for stage, prices in zip(stages, self.on_ranks(candidate, sharded))
+            for stage, prices in zip(self.devices.of_stages(candidate.layout), self.on_ranks(candidate, sharded))
         }
+        return self.problem_of(candidate, by_kinds)
+
+    def problem_of(self, candidate: Candidate, by_kinds: Mapping[frozenset[int], tuple[UnitRun, ...]]) -> StageProblem:
+        """The stage problem of one candidate, from the runs on each kind of stage."""
+        stages = self.devices.of_stages(candidate.layout)
         rank_runs = _with_slower_ends([by_kinds[stage] for stage in stages]) if len(by_kinds) > 1 else ()
         return StageProblem(
             runs=least_of(rank_runs) if rank_runs else by_kinds[stages[0]],
@@ -112,6 +165,10 @@ class UnequalSearch(Search):
                 figures = self._on_links(sharded, candidate, links, stage).figures
                 prices[stage] = RankPrices(replace(setting, links=links), figures)
         return tuple(prices[stage] for stage in self.devices.of_stages(layout))
+
+    def setting_on(self, candidate: Candidate, stage: frozenset[int]) -> StageSetting:
+        """Where the units of a candidate run on a stage of these kinds."""
+        return replace(self.setting(candidate), links=self.devices.links(candidate.layout, stage))
 
     def in_plan(self, candidate: Candidate, sharded: Sharded) -> Sharded:
         """The sharding at the prices of the slowest device, as a plan tells those of one micro-batch."""

@@ -13,6 +13,7 @@ from cost_models.routes import Span, route
 from planner.sharding_ilp.lattice import Lattice
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.costs.least_units import least_of_units
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices
 from planner.whole_step.costs.unit_costs import StepUnits, unit_figures
@@ -87,6 +88,7 @@ class LevelOne:
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
     _beside: dict[tuple[object, ...], float] = field(default_factory=dict)
     _links: dict[MeshLayout, Links] = field(default_factory=dict)
+    _of_units: dict[tuple[object, ...], tuple[float, ...] | None] = field(default_factory=dict)
     #: Lattices of parameters, by all of a cut but into how many pieces the batch is cut.
     _of_states: dict[tuple[object, ...], dict[tuple[object, ...], Lattice]] = field(default_factory=dict)
     _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
@@ -131,6 +133,18 @@ class LevelOne:
         fastest choice; infinite if nothing divides. No program is solved."""
         shardings = self._shardings_at(self._key(cut, layout), cut, layout, links)
         return math.inf if shardings is None else shardings.least_of_operators
+
+    def least_of_units(self, cut: Cut, layout: MeshLayout, links: Links) -> tuple[float, ...] | None:
+        """Seconds of one micro-batch in a copy of each unit that no sharding for ``cut`` beats, each unit by itself;
+        None if nothing divides."""
+        key = self._key(cut, layout)
+        if key not in self._of_units:
+            shardings = self._shardings_at(key, cut, layout, links)
+            self._of_units[key] = None
+            if shardings is not None and shardings.divides:
+                self._of_units[key] = least_of_units(shardings, self.step_units.units)
+                self.solved += len(self.step_units.units)
+        return self._of_units[key]
 
     def _key(self, cut: Cut, layout: MeshLayout) -> tuple[object, ...]:
         """What the prices of ``cut`` depend on."""
@@ -228,8 +242,12 @@ class LevelOne:
         """The sharding ILP of ``cut``; with both axes, the context axis is fixed to what it does alone."""
         if cut.context == 1 or cut.tensor == 1:
             return Shardings(self.space, cut, prices, of_states=of_states)
-        along = self.alone(replace(cut, tensor=1))
+        along = self._along(cut)
         return None if along is None else Shardings(self.space, cut, prices, along=along.variant, of_states=of_states)
+
+    def _along(self, cut: Cut) -> Sharded | None:
+        """What the context axis of ``cut`` does alone."""
+        return self.alone(replace(cut, tensor=1))
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
         """The cache key of an axis: what its prices depend on beside its size."""

@@ -22,7 +22,7 @@ those in proportion to the kinds' speeds (``WeightedLevelOne``) make all kinds e
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -75,14 +75,21 @@ class StageDevices:
         return " + ".join(dict.fromkeys(self.kinds[index].device.name for index in sorted(stage)))
 
 
-class WeightedCostModel(CostModel):
-    """The least of the weighted seconds of several kinds, see (weighted) in the module docstring."""
+class CombinedCostModel(CostModel):
+    """The weighted seconds of several kinds of stages together: the least of them, see (weighted), or their sum."""
 
     def __init__(
-        self, cluster: Cluster, axes: Mapping[str, int], views: Sequence[Cluster], weights: Sequence[float]
+        self,
+        cluster: Cluster,
+        axes: Mapping[str, int],
+        views: Sequence[Cluster],
+        weights: Sequence[float],
+        *,
+        together: Callable[[Iterable[float]], float],
     ) -> None:
         super().__init__(cluster, axes)
         self._kinds = [(CostModel(seen, axes), weight) for seen, weight in zip(views, weights, strict=True)]
+        self._together = together
 
     def compute_seconds(
         self,
@@ -94,8 +101,8 @@ class WeightedCostModel(CostModel):
         shape: MatmulShape | None = None,
         row_step: int = ANY_ROWS,
     ) -> float:
-        """The least weighted seconds of one operator."""
-        return min(
+        """The weighted seconds of one operator."""
+        return self._together(
             weight
             * prices.compute_seconds(
                 flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape, row_step=row_step
@@ -106,8 +113,8 @@ class WeightedCostModel(CostModel):
     def collective_seconds(
         self, collective: str, *, num_bytes: float, axis: str, algorithm: str | None = None
     ) -> float:
-        """The least weighted seconds of one collective."""
-        return min(
+        """The weighted seconds of one collective."""
+        return self._together(
             weight * prices.collective_seconds(collective, num_bytes=num_bytes, axis=axis, algorithm=algorithm)
             for prices, weight in self._kinds
         )
@@ -129,6 +136,7 @@ class WeightedLevelOne(LevelOne):
         self.devices = StageDevices(cluster) if devices is None else devices
         self._views = [self.devices.seen_from(frozenset((index,))) for index in range(len(self.devices.kinds))]
         self.weights = weights or self._weights()
+        self._mixed: dict[tuple[object, ...], LevelOne] = {}
 
     def _weights(self) -> tuple[float, ...]:
         seconds = [self._sample_seconds(seen) for seen in self._views]
@@ -155,7 +163,46 @@ class WeightedLevelOne(LevelOne):
         weighted = [(weight * link[0], link[1] / weight) for link, weight in zip(samples, self.weights)]
         least = min(latency for latency, _ in weighted), max(bandwidth for _, bandwidth in weighted)
         return Links.made_by(
-            lambda axes: WeightedCostModel(self.cluster, axes, self._views, self.weights), least, layout
+            lambda axes: CombinedCostModel(self.cluster, axes, self._views, self.weights, together=min), least, layout
+        )
+
+    def mixed(self, weights: Mapping[frozenset[int], float]) -> LevelOne:
+        """Level 1 in the sum of the seconds of stages of these kinds, so often as ``weights`` says."""
+        key = tuple(sorted((tuple(sorted(stage)), weight) for stage, weight in weights.items()))
+        if key not in self._mixed:
+            self._mixed[key] = MixedLevelOne(self, weights)
+        return self._mixed[key]
+
+    @property
+    def num_programs(self) -> int:
+        """Sharding ILPs that were solved, in all seconds."""
+        return super().num_programs + sum(mixed.solved for mixed in self._mixed.values())
+
+
+class MixedLevelOne(LevelOne):
+    """Level 1 in a sum of the seconds of several kinds of stages, or in those of one, whose weight is 1.
+
+    With both axes the context axis does what it does alone in weighted seconds, so that all choose from the same.
+    """
+
+    def __init__(self, weighted: WeightedLevelOne, weights: Mapping[frozenset[int], float]) -> None:
+        super().__init__(weighted.cluster, weighted.space, weighted.step_units)
+        self._weighted, self._stages, self._weights = weighted, tuple(weights), tuple(weights.values())
+        self._views = [weighted.devices.seen_from(stage) for stage in weights]
+
+    def _along(self, cut: Cut) -> Sharded | None:
+        return self._weighted.alone(replace(cut, tensor=1))
+
+    def _priced(self, layout: MeshLayout) -> Links:
+        if len(self._stages) == 1:
+            return self._weighted.devices.links(layout, self._stages[0])
+        samples = [sample_link(seen) for seen in self._views]
+        latency = sum(weight * link[0] for link, weight in zip(samples, self._weights))
+        bandwidth = 1.0 / sum(weight / link[1] for link, weight in zip(samples, self._weights))
+        return Links.made_by(
+            lambda axes: CombinedCostModel(self.cluster, axes, self._views, self._weights, together=sum),
+            (latency, bandwidth),
+            layout,
         )
 
 

@@ -28,6 +28,7 @@ from planner.whole_step.costs.chunked_units import chunked_units
 from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
 from planner.whole_step.costs.step_prices import EXPERT, weight_share
+from planner.whole_step.costs.stream_units import unit_of_stream
 from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight, on_host
 
 #: The policy of ``passes.autograd.recompute_policies`` on which each policy of the planner's own rests.
@@ -120,7 +121,7 @@ class _FigureReader:
         self.unit_of = unit_of_nodes(step_units.units)
         self.streams_of: dict[int, list[ValueStream]] = defaultdict(list)
         for stream in self.problem.streams.values():
-            unit = self._unit_of_stream(stream)
+            unit = unit_of_stream(self.problem, self.units, self.unit_of, stream)
             if unit is not None:
                 self.streams_of[unit].append(stream)
         self.names = {id(stream): name for name, stream in self.problem.streams.items()}
@@ -154,17 +155,6 @@ class _FigureReader:
             buffer_bytes=buffers,
             entering_bytes=sum(self._local_bytes(self.values[name]) for name in unit.entering),
         )
-
-    def _unit_of_stream(self, stream: ValueStream) -> int | None:
-        """The unit that pays for a stream's conversions: the producer's, else (inputs, states) the first user's."""
-        element = self.problem.elements[stream.source]
-        if stream.source in self.unit_of:
-            return self.unit_of[stream.source]
-        if element.kind == "carry":
-            run = int(element.key.removeprefix("carry:").partition("#")[0])
-            return next(index for index, unit in enumerate(self.units) if unit.run == run)
-        users = [self.unit_of[use.element] for use in stream.uses if use.element in self.unit_of]
-        return min(users) if users else None
 
     def _weight_share(self, node: Node | None) -> float:
         """Share of an operator's backward that only makes gradients of parameters."""

@@ -44,6 +44,8 @@ def with_solution(solutions: Sequence[StepSolution], solution: StepSolution) -> 
 class Outcome:
     """The result of a search: solutions, best first, the proved bound, and counts of candidates by fate.
 
+    ``bound`` is of the shardings that were searched. On unequal devices there are others that may be better on some of
+    them: ``of_all_shardings`` bounds these, too (infinite where there is nothing to add).
     ``host_bytes``: where devices can hold some solution but no host can, the least that its fullest host would hold.
     """
 
@@ -53,6 +55,12 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     shortfalls: dict[Candidate, float] = field(default_factory=dict)
     host_bytes: float = 0.0
+    of_all_shardings: float = float("inf")
+
+    @property
+    def proved(self) -> float:
+        """The bound that a certificate states."""
+        return min(self.bound, self.of_all_shardings)
 
     @property
     def gap(self) -> float:

@@ -16,9 +16,10 @@ from cost_models.step_time import peak_in_flight, step_memory, step_seconds
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
 from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StageDevice, StepCosts, StepPlan
-from planner.pipeline_ilp.stage_problem import as_step
+from planner.pipeline_ilp.stage_problem import ROUNDING, as_step
 from planner.sharding_ilp.model_figures import compute_dtype, model_flops
 from planner.sharding_ilp.plan_of_assignment import make_plan
+from planner.solvers.linear import OPTIMAL, UNPROVED
 from planner.solvers.pulp_solver import solver_text
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import recorded, recorded_offload
@@ -59,8 +60,8 @@ def extract(
     sharded = search.in_plan(candidate, solution.sharded)
     certificate = Certificate(
         objective=solution.seconds,
-        bound=float(min(outcome.bound, solution.seconds)),
-        gap=float(max(0.0, (solution.seconds - outcome.bound) / solution.seconds)) if solution.seconds else 0.0,
+        bound=float(min(outcome.proved, solution.seconds)),
+        gap=float(max(0.0, (solution.seconds - outcome.proved) / solution.seconds)) if solution.seconds else 0.0,
         status=outcome.status + (ALIKE if _splits_copies_alike(search) else ""),
         solver=f"best first over candidates, {solver_text(search.demands.solver)} for shardings and stages",
         num_variables=solution.stages.num_variables,
@@ -79,7 +80,7 @@ def extract(
     )
     layout = candidate.layout
     mesh = MeshShape(variant.cut.mesh.names, tuple(layout.sizes[axis] for axis in variant.cut.mesh.names))
-    notes = (*plan.notes, *_uncalibrated(cluster), *_unequal(search, cluster))
+    notes = (*plan.notes, *_uncalibrated(cluster), *_unequal(search, cluster), *_open(certificate))
     plan = dataclasses.replace(plan, mesh=mesh, notes=notes)
     return dataclasses.replace(plan, collectives=step_collectives(search.level_one.space.graph, plan))
 
@@ -93,6 +94,25 @@ def with_bound(plan: Plan, bound: float) -> Plan:
     )
 
 
+def unproved_if_open(plan: Plan, *, gap: float) -> Plan:
+    """A plan that is not called optimal if its gap is larger than ``gap``."""
+    certificate = plan.certificate
+    if certificate.gap <= gap * (1.0 + ROUNDING) or not certificate.status.startswith(OPTIMAL):
+        return plan
+    status = UNPROVED + certificate.status.removeprefix(OPTIMAL)
+    certificate = dataclasses.replace(certificate, status=status)
+    return dataclasses.replace(plan, certificate=certificate, notes=(*plan.notes, *_open(certificate)))
+
+
+def _open(certificate: Certificate) -> Iterator[str]:
+    """What there is to say of a search that ended by itself before its gap was closed: on unequal devices alone."""
+    if certificate.status.startswith(UNPROVED):
+        yield (
+            "not every way to split operators was tried on devices that differ: another may be faster, down to the "
+            "bound, which holds for all"
+        )
+
+
 def _unequal(search: Search, cluster: Cluster) -> Iterator[str]:
     """What there is to say of unequal devices: which ranks have which."""
     if not cluster.has_unequal_devices:
@@ -102,10 +122,6 @@ def _unequal(search: Search, cluster: Cluster) -> Iterator[str]:
         ranks.append(f"ranks {first}–{first + group.count - 1} on {group.device.name}")
         first += group.count
     yield f"start the processes in this order: {', '.join(ranks)}; costs of one micro-batch are the slowest device's"
-    yield (
-        "the bound is over plans that split operators as is best in seconds weighted by kind of device, one way a "
-        "layout: planner explain shows what others would take"
-    )
 
 
 def _splits_copies_alike(search: Search) -> bool:
