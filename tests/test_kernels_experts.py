@@ -10,7 +10,7 @@ import torch
 from runtime.kernels import expert_products
 from runtime.kernels.dispatch import VARIABLE
 from runtime.kernels.expert_activations import ACTIVATIONS
-from runtime.kernels.expert_rows import clear_rows_behind, sums_of_choices
+from runtime.kernels.expert_row_kernels import clear_rows_behind, sums_of_choices
 from runtime.kernels.experts import experts
 from tests.kernels_harness import IMPLEMENTATIONS, random_tensor
 

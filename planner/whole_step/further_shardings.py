@@ -169,9 +169,9 @@ class FurtherShardings:
                 costs = runs[run].choices[choice].costs
                 units[stages[rank]] += count
                 seconds[stages[rank]] += count * (costs.forward_seconds + costs.backward_seconds)
-        yield _shares(units)
+        yield _scaled_to_one(units)
         if all(seconds.values()):
-            yield _shares({stage: units[stage] ** 2 / seconds[stage] for stage in units})
+            yield _scaled_to_one({stage: units[stage] ** 2 / seconds[stage] for stage in units})
 
     def _try_mix(
         self, candidate: Candidate, mix: Mapping[frozenset[int], float], tried: set[tuple[object, ...]]
@@ -210,7 +210,7 @@ def _has_runs(candidate: Candidate) -> bool:
     return candidate.schedule in UNEQUAL_SCHEDULES and candidate.num_chunks == candidate.layout.pipeline
 
 
-def _shares(weights: Mapping[frozenset[int], float]) -> dict[frozenset[int], float]:
+def _scaled_to_one(weights: Mapping[frozenset[int], float]) -> dict[frozenset[int], float]:
     total = sum(weights.values())
     return {stage: weight / total for stage, weight in weights.items()}
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from runtime.kernels import gated
 from runtime.kernels.activations import PLAIN, SILU, activation_gradient
 from runtime.kernels.dispatch import runs_triton
-from runtime.kernels.expert_rows import gated_gradients, gated_values
+from runtime.kernels.expert_row_kernels import gated_gradients, gated_values
 from runtime.kernels.library import in_dtype, wide
 from runtime.kernels.row_blocks import in_row_blocks
 
@@ -33,7 +33,7 @@ class ExpertActivation:
         definition: ``value`` by operators that autograd differentiates any number of times.
         halves: out1 / F: 2 with a gate.
         interleaved: whether gate and up take turns, rather than lie one behind the other.
-        kernel: what ``expert_rows.gated_values`` calls it, or None: only with a gate are there kernels.
+        kernel: what ``expert_row_kernels.gated_values`` calls it, or None: only with a gate are there kernels.
     """
 
     value: Callable[[torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.dispatch import runs_triton
-from runtime.kernels.expert_rows import clear_rows_behind
+from runtime.kernels.expert_row_kernels import clear_rows_behind
 
 #: Bytes that rows of operands of torch's grouped kernels must be a multiple of.
 ALIGNMENT = 16

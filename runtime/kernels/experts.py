@@ -22,7 +22,7 @@ from runtime.kernels.direct import apply_of
 from runtime.kernels.dispatch import runs_triton
 from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_products import ExpertGroups, outer_products, products, sums
-from runtime.kernels.expert_rows import sums_of_choices
+from runtime.kernels.expert_row_kernels import sums_of_choices
 from runtime.kernels.library import differentiable_again, in_dtype, register, register_composed, wide
 from runtime.kernels.routing_listeners import note_routing
 from runtime.kernels.row_blocks import in_row_blocks

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.kernels.dispatch import runs_triton
-from runtime.kernels.expert_rows import sums_of_choices
+from runtime.kernels.expert_row_kernels import sums_of_choices
 from runtime.kernels.experts import backward as experts_backward
 from runtime.kernels.experts import check_experts, combined, flattened, output_type, without_autocast
 from runtime.kernels.experts import forward as experts_forward
