@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.kernels import adamw_kernels, gated
+from runtime.kernels import adamw_kernels, expert_row_kernels, gated
 from runtime.kernels.language import tl
 from runtime.kernels.rotary_kernels import Rotation
 
@@ -50,6 +50,7 @@ def operator_cases(
             yield from _norms(width, dtype)
             yield from _activations(width, dtype)
             yield _embedding(width, dtype)
+            yield from _experts(width, dtype)
         for vocabulary in vocabularies:
             yield from _cross_entropy(vocabulary, dtype)
         for head_dim in head_dims:
@@ -115,6 +116,29 @@ def _embedding(width: int, dtype: torch.dtype) -> Case:
     return Case(
         "embedding backward", f"width {width:,}", dtype, lambda: embedding._triton_backward(grad, indices, 32000, None)
     )
+
+
+def _experts(width: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Rows sorted by expert, of inner vectors (their first products twice as wide) or of tokens with two choices."""
+    hidden, inner = _empty(ROWS, 2 * width, dtype=dtype), _empty(ROWS, width, dtype=dtype)
+    weights, order = _empty(ROWS, dtype=torch.float32), _empty(ROWS, dtype=torch.int64)
+    scores, end = _empty(ROWS // 2, 2, dtype=torch.float32), _empty(1, dtype=torch.int32)
+    sizes = f"width {width:,}"
+    for name, interleaved in (("silu", False), ("clamped", True)):
+        options: dict[str, Any] = {"name": name, "interleaved": interleaved, "weights": weights}
+        yield Case(
+            f"experts, {name}", sizes, dtype,
+            lambda o=options: expert_row_kernels.gated_values(hidden, **o, by_value=inner),
+        )  # fmt: skip
+        yield Case(
+            f"experts, {name} backward", sizes, dtype,
+            lambda o=options: expert_row_kernels.gated_gradients(inner, hidden, **o),
+        )  # fmt: skip
+    yield Case(
+        "experts, sums of choices", sizes, dtype,
+        lambda: expert_row_kernels.sums_of_choices(inner, order, scores, num_tokens=ROWS // 2),
+    )  # fmt: skip
+    yield Case("experts, rows cleared", sizes, dtype, lambda: expert_row_kernels.clear_rows_behind(inner, end))
 
 
 def _cross_entropy(vocabulary: int, dtype: torch.dtype) -> Iterator[Case]:
