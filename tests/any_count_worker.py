@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from tests.ranks import answer, task
+from tests.ranks import answer, result_of, task
 
 BATCH, LENGTH, WIDTH, CLASSES = 8, 5, 6, 7
 #: Steps, and how many entries of the mask are true in each.
@@ -185,14 +185,6 @@ def runs_a_saved_plan(target: str) -> dict[str, Any]:
         path = Path(folder) / "plan.json"
         parallel.plan.save(path)
         return trains(kind, planner.Plan.load(path))
-
-
-def result_of(function: Callable[..., Any], *args: Any) -> Any:
-    """What it returns, or the error that it raises, in words."""
-    try:
-        return function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:

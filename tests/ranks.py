@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +116,11 @@ def answer(result: Any) -> None:
         target.write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def result_of(function: Callable[..., Any], *args: Any) -> Any:
+    """In a worker: what it returns, or the error that it raises, in words."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

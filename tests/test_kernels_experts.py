@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import pytest
 import torch
 
-from runtime.kernels import expert_products
+from runtime.kernels import expert_products, grouped_matmul
 from runtime.kernels.dispatch import VARIABLE
 from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_row_kernels import clear_rows_behind, sums_of_choices
@@ -81,12 +82,19 @@ def test_rows_behind_an_end_are_cleared_and_no_others(end: int) -> None:
     assert torch.equal(rows, expected)
 
 
-def test_a_product_of_groups_on_a_gpu_clears_the_rows_that_no_kernel_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [expert_products, grouped_matmul])
+def test_a_product_of_groups_on_a_gpu_clears_the_rows_that_no_kernel_writes(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.setattr(expert_products, "_is_grouped", lambda *operands: True)
-    monkeypatch.setattr(expert_products.F, "grouped_mm", lambda rows, *_, **__: torch.full_like(rows, torch.nan))
-    groups = expert_products.ExpertGroups(torch.tensor([2, 0, 1]))
-    result = expert_products.products(torch.ones(5, 4), torch.ones(3, 4, 4), groups)
+    monkeypatch.setattr(grouped_matmul, "_has_kernel", lambda *operands: True)
+    monkeypatch.setattr(module.F, "grouped_mm", lambda rows, *_, **__: torch.full_like(rows, torch.nan))
+    rows, matrices, counts = torch.ones(5, 4), torch.ones(3, 4, 4), torch.tensor([2, 0, 1])
+    if module is expert_products:
+        result = expert_products.products(rows, matrices, expert_products.ExpertGroups(counts))
+    else:
+        result = grouped_matmul.grouped_matmul(rows, matrices, counts.cumsum(0).to(torch.int32))
     assert result.isnan().all(1).tolist() == [True, True, True, False, False]
     assert not result[3:].any()
 

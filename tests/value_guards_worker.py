@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from tests.ranks import answer, task
+from tests.ranks import answer, result_of, task
 
 FEATURES = 4
 X = torch.randn(8, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -307,14 +307,6 @@ SCENARIOS: tuple[Callable[[str], Any], ...] = (
     fills_a_queue,
     refuses_other_batches,
 )
-
-
-def result_of(function: Callable[..., Any], *args: Any) -> Any:
-    """What it returns, or the error that it raises, in words."""
-    try:
-        return function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:

@@ -68,20 +68,20 @@ def rebuild(structure: Structure, tensors: Mapping[Path, Any]) -> Any:
 
 def constants_of(structure: Structure) -> Iterator[Any]:
     """What is no tensor, in order."""
-    if isinstance(structure, LiteralLeaf):
-        yield structure.value
-    elif isinstance(structure, Container):
-        for part in structure.parts:
-            yield from constants_of(part)
+    return (leaf.value for leaf in _leaves(structure) if isinstance(leaf, LiteralLeaf))
 
 
 def leaf_paths(structure: Structure) -> Iterator[Path]:
     """Paths of the tensors, in order."""
-    if isinstance(structure, Leaf):
-        yield structure.path
-    elif isinstance(structure, Container):
+    return (leaf.path for leaf in _leaves(structure) if isinstance(leaf, Leaf))
+
+
+def _leaves(structure: Structure) -> Iterator[Leaf | LiteralLeaf]:
+    if isinstance(structure, Container):
         for part in structure.parts:
-            yield from leaf_paths(part)
+            yield from _leaves(part)
+    else:
+        yield structure
 
 
 def _structure(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Structure:

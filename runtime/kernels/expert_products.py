@@ -36,21 +36,22 @@ class ExpertGroups:
         ends = self.counts.cumsum(0).tolist()
         return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends)]
 
-    def clear_rest(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` with zeros, in place, where they belong to no group: grouped kernels do not write those."""
-        if runs_triton(rows):
-            clear_rows_behind(rows, self.ends[-1:])
-        elif len(rows):
-            places = torch.arange(len(rows), device=rows.device)
-            rows.masked_fill_((places >= self.ends[-1:]).unsqueeze(1), 0.0)
-        return rows
+
+def cleared_behind(rows: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """``rows`` [R, N] with zeros, in place, from the one that ``end`` [1] says: grouped kernels do not write those."""
+    if runs_triton(rows):
+        clear_rows_behind(rows, end)
+    elif len(rows):
+        places = torch.arange(len(rows), device=rows.device)
+        rows.masked_fill_((places >= end).unsqueeze(1), 0.0)
+    return rows
 
 
 def products(rows: torch.Tensor, matrices: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """``rows @ matrices[group]`` of rows [R, K] and matrices [E, K, N]: [R, N], zero for rows of no group."""
     if _is_grouped(rows, matrices):
         grouped: torch.Tensor = F.grouped_mm(rows, matrices, offs=groups.ends)
-        return groups.clear_rest(grouped)
+        return cleared_behind(grouped, groups.ends[-1:])
     result = rows.new_zeros((len(rows), matrices.shape[-1]))
     for matrix, places in zip(matrices, groups.slices, strict=True):
         if places.start < places.stop:

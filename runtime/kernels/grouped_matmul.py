@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels.expert_products import cleared_behind
+
 #: Dtypes that torch's own grouped product takes, and the bytes at which its rows must start.
 _GROUPED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _ALIGNMENT = 16
@@ -40,9 +42,7 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tens
         [rows, out]; zero behind the last expert's rows.
     """
     if _has_kernel(rows, weight):
-        product = F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
-        behind = torch.arange(len(rows), device=rows.device) >= offsets[-1]
-        return product.masked_fill(behind.unsqueeze(1), 0.0)
+        return cleared_behind(F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets), offsets[-1:])
     product = rows.new_zeros((len(rows), weight.shape[1]))
     for expert, (start, end) in _groups(offsets):
         torch.mm(rows[start:end], weight[expert].T, out=product[start:end])
