@@ -110,6 +110,23 @@ REFUSED = {
     "called": (lambda model: model.heads["a"](torch.ones(2, 16)), "programs run forward of the whole model alone"),
     "replaced": (lambda model: setattr(model, "body", nn.Linear(6, 16)), "'body' of this parallel module cannot be"),
     "replaced below": (lambda model: setattr(model.body, "0", nn.Linear(6, 16)), "'body.0' of this parallel module"),
+    "added": (
+        lambda model: setattr(model, "probe", nn.Linear(4, 2)),
+        "'probe' cannot be added to this parallel",
+    ),
+    "added below": (lambda model: model.body.append(nn.ReLU()), "'body.5' cannot be added"),
+    "added to the front": (lambda model: model.body.insert(0, nn.ReLU()), "the modules of 'body' .* stay as planned"),
+    "added by name": (lambda model: model.heads.update({"c": nn.Linear(16, 4)}), "'heads.c' cannot be added"),
+    "new parameter": (lambda model: model.register_parameter("z", nn.Parameter(torch.ones(2))), "'z' cannot be added"),
+    "new buffer": (lambda model: model.body[0].register_buffer("z", torch.ones(2)), "'body.0.z' cannot be added"),
+    "other parameter": (
+        lambda model: setattr(model.body[0], "weight", nn.Parameter(torch.ones(16, 6))),
+        "'body.0.weight' of this parallel module cannot become another tensor",
+    ),
+    "no parameter": (lambda model: setattr(model.body[0], "bias", None), "'body.0.bias' .* cannot become another"),
+    "removed": (lambda model: model.body.pop(4), "'body.4' of this parallel module cannot be removed"),
+    "removed by name": (lambda model: model.heads.pop("a"), "the modules of 'heads' .* stay as planned"),
+    "removed parameter": (lambda model: delattr(model.body[0], "bias"), "'body.0.bias' .* cannot be removed"),
     "other buffer": (
         lambda model: setattr(model, "shift", torch.zeros(5)),
         r"has shape \(4,\) and cannot become \(5,\)",
@@ -125,6 +142,15 @@ def test_what_would_change_nothing_is_refused(case: str) -> None:
     parallel = planner.compile(seeded(Layers), "dp=1,tp=1", example_inputs=batch())
     with pytest.raises(ValueError, match=message):
         act(parallel)
+
+
+def test_what_changes_no_tensor_may_be_put_beside_the_model() -> None:
+    parallel = planner.compile(seeded(Layers), "dp=1,tp=1", example_inputs=batch())
+    parallel.loss = nn.CrossEntropyLoss()
+    parallel.body[0].weight = parallel.body[0].weight
+    parallel.register_buffer("shift", torch.full((4,), 2.0, dtype=torch.float64))
+    assert set(parallel.full_state_dict()) == set(parallel.state_dict())
+    assert parallel.full_state_dict()["shift"].tolist() == [2.0] * 4
 
 
 def test_statistics_are_averaged_over_batches_as_torch_does() -> None:

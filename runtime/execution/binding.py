@@ -193,6 +193,8 @@ def _bind(
         else:
             fixed[path] = state.find(path)
     if not training:
+        for name in (name for name in trained if table.lacks(chunk, name)):  # nothing that a step does with weights
+            table.add(chunk, 0, (name,), functools.partial(_make_unit, (name,), 0, state, ()))
         return BoundUnit(stage_unit, table.find(chunk, tuple(trained)), fixed)
     groups = weight_groups(stage_unit, {name: info.data_axes for name, info in trained.items()}, table.held_together)
     units = [

@@ -17,7 +17,7 @@ from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
-from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
+from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of
 from passes.pipeline_cut.early_stores import with_early_stores
 from passes.plan import Plan
 from passes.plan.plan_data import TensorPlan
@@ -35,7 +35,7 @@ from runtime.execution.binding import UnitTable, make_units
 from runtime.execution.call_effects import CallEffects
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
-from runtime.execution.inputs_of_calls import dim_on, refuse_other_cuts, sample_dim, with_inputs_of_samples
+from runtime.execution.inputs_of_calls import refuse_other_cuts, sample_dim, with_inputs_of_samples
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.rank_mapping import Places, local_axes
 from runtime.execution.replanning import Planner, as_seen_by
@@ -44,7 +44,13 @@ from runtime.execution.state_info import Placing
 from runtime.execution.step_state import StepState
 from runtime.execution.totals_ahead import counting_of, totals_of
 from runtime.execution.value_cases import CallValues, ValueCases, with_values_gathered
-from runtime.execution.weights_of_calls import cut_with_weights, with_unused_weights
+from runtime.execution.weights_of_calls import (
+    StagesOf,
+    cut_like,
+    cut_with_weights,
+    stages_beside_step,
+    with_unused_weights,
+)
 from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
@@ -97,6 +103,8 @@ class Maker:
         self._units = UnitTable()
         #: Programs of a whole step's own graph, in whose chunks other calls use their weights.
         self._first: StepPrograms | None = None
+        #: Pipeline ranks of weights that other calls use and the step does not, by path.
+        self._beside: StagesOf = {}
         self._inputs_read: frozenset[str] = frozenset()
         self._cases = ValueCases(ranks, buffers)
         self._values = CallValues({} if example is None else example.tensors)
@@ -145,8 +153,10 @@ class Maker:
             graph = self._example_graph()
             training = graph.loss is not None
             split = split_of(graph, plan, training=training)
-            self._first, _ = cut_batch(plan, split, lambda tried: self._cut(graph, training=training, split=tried))
-        self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
+            first, _ = cut_batch(plan, split, lambda tried: self._cut(graph, training=training, split=tried))
+            self._beside = stages_beside_step(plan, self._for_call(graph), graph, first)
+        self._first = first
+        self.state.place(Placing.of_step(plan, deferral_of(plan), first, self._beside))
 
     def _make_first(self, example: ModelCall) -> None:
         """The programs of a training step, or of the outputs where there is no loss."""
@@ -338,20 +348,16 @@ class Maker:
         outputs = None if training else tuple(graph.outputs)
         own_plan = self.plan
         whole_step = own_plan.step.decides_units
-
-        def cut_like(plan: Plan, like: StepPrograms | None) -> StepPrograms:
-            return step_programs(
-                graph,
-                plan,
-                num_microbatches=split.num_microbatches,
-                batch_ranks=split.num_ranks,
-                outputs=outputs,
-                like=like,
-                deferral=None if whole_step else self.state.deferral,
-            )
+        deferral = None if whole_step else self.state.deferral
 
         def cut(plan: Plan) -> StepPrograms:
-            return cut_with_weights(lambda like: cut_like(plan, like), own_plan, self._first, follows_plan=training)
+            return cut_with_weights(
+                lambda like: cut_like(graph, plan, like, split, outputs=outputs, deferral=deferral),
+                own_plan,
+                self._first,
+                follows_plan=training,
+                stages=self._beside,
+            )
 
         try:
             return cut(self._for_call(graph))
@@ -401,14 +407,7 @@ class Maker:
                 if dim is not None:
                     shape[dim] *= mesh.size(axis)
             shapes[path] = tuple(shape)
-        cut = any(dim_on(self.plan, path, BATCH_AXIS) is not None for path in call.tensors if BATCH_AXIS in mesh.names)
-        if not cut and BATCH_AXIS in mesh.names and mesh.size(BATCH_AXIS) > 1:
-            raise ValueError(
-                f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, but the plan cuts no input over "
-                f"{BATCH_AXIS}: pin it (constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}}) or pass the whole batch"
-            )
-        if cut:
-            refuse_other_cuts(self.plan, call.tensors)
+        refuse_other_cuts(self.plan, call.tensors)
         return call.with_shapes(shapes)
 
     def _assemble(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -140,6 +140,7 @@ class Placing:
         stages: pipeline ranks whose programs use a tensor, by path.
         pieces: paths of what ZeRO cuts over data ranks.
         casts: whether parameters compute in the plan's dtypes rather than in their own.
+        beside: pipeline ranks that have a tensor which only other programs use, by path.
     """
 
     plan: Plan
@@ -148,6 +149,7 @@ class Placing:
     stages: Mapping[str, tuple[int, ...]]
     pieces: frozenset[str]
     casts: bool
+    beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def on_mesh(plan: Plan, deferral: Deferral) -> Placing:
@@ -155,10 +157,12 @@ class Placing:
         return Placing(plan, deferral, precision_of(plan), dict.fromkeys(plan.states, (0,)), frozenset(), casts=False)
 
     @staticmethod
-    def of_step(plan: Plan, deferral: Deferral, programs: StepPrograms) -> Placing:
-        """Of a plan of a whole step."""
+    def of_step(
+        plan: Plan, deferral: Deferral, programs: StepPrograms, beside: Mapping[str, tuple[int, ...]]
+    ) -> Placing:
+        """Of a plan of a whole step; ``beside``: pipeline ranks of weights that its step does not use."""
         stages, pieces = stages_of(plan, programs), sharded_paths(programs)
-        return Placing(plan, deferral, precision_of(plan), stages, pieces, casts=True)
+        return Placing(plan, deferral, precision_of(plan), stages, pieces, casts=True, beside=beside)
 
     def placed(self, info: StateInfo) -> StateInfo:
         """``info`` under the plan."""
@@ -181,7 +185,7 @@ class Placing:
             zero_ranks=self.plan.step.zero_ranks_along(data_axes) if data_axes else 0,
             used=path in self.stages,
             # What no program uses is kept by the first stage, so that it is not lost from checkpoints.
-            stages=self.stages.get(path, (0,)),
+            stages=self.stages.get(path) or self.beside.get(path, (0,)),
         )
 
     def _dtypes(self, info: StateInfo, planned: str | None) -> Dtypes:

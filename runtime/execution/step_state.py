@@ -264,8 +264,12 @@ class StepState:
         return {
             info.names[0]: self._assembled(info, lambda tensor: tensor.grad)
             for info in self.everything()
-            if info.trainable and info.used
+            if info.trainable and (info.used or self._is_used_by_calls(info))
         }
+
+    def _is_used_by_calls(self, info: StateInfo) -> bool:
+        """Whether outputs beside the loss were differentiated; behind a pipeline they are not."""
+        return self.places.num_stages == 1 and self.find(info.names[0]).grad is not None
 
     def _assembled(self, info: StateInfo, part_of: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
         if self.placing is None:

@@ -57,8 +57,12 @@ class UnitTable:
             self._of.setdefault((chunk, name), (self._exact[key], names))
         return self._exact[key]
 
+    def lacks(self, chunk: int, name: str) -> bool:
+        """Whether no unit of a chunk holds a weight: no training program of the chunk uses it."""
+        return (chunk, name) not in self._of
+
     def find(self, chunk: int, names: tuple[str, ...]) -> list[tuple[Unit, tuple[str, ...]]]:
-        """The units that hold ``names``, each once; a training program of this chunk uses them all."""
+        """The units that hold ``names``, each once."""
         by_unit = {}
         for name in names:
             unit, unit_names = self._of[chunk, name]

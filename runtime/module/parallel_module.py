@@ -32,15 +32,16 @@ from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter, local_of
 from runtime.parameters.choices_by_place import ChoicesByPlace
+from runtime.parameters.fixed_structure import FixedStructure, write_buffer
 from runtime.parameters.shared_steps import step_together
-from runtime.parameters.shown_modules import set_content, show_kinds
+from runtime.parameters.shown_modules import show_kinds
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
 from runtime.zero.norm import clip_gradients, gradient_norm
 
 
 class ParallelModule(
-    PrefixCalls, Copying, PretrainedFiles, FirstCalls, JoinedCalls, OriginalSurface, Unwrappable, nn.Module
+    PrefixCalls, Copying, PretrainedFiles, FirstCalls, JoinedCalls, OriginalSurface, Unwrappable, FixedStructure
 ):
     """A model that runs sharded over a mesh.
 
@@ -306,13 +307,15 @@ class ParallelModule(
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the original's root that its forward may read are set for the next call's program too."""
         engine = self.__dict__.get("_engine")
-        if engine is not None and name != "training":
-            set_content(self, name, value, "")
-            if name in vars(engine.model):
-                engine.watch.set(("", name, ""), value)
-            if name in buffers_of(self):
-                return
-        super().__setattr__(name, value)
+        if engine is not None and name in buffers_of(self):
+            write_buffer(self, "", name, value)
+        else:
+            super().__setattr__(name, value)
+        if engine is not None and name != "training" and name in vars(engine.model):
+            engine.watch.set(("", name, ""), value)
+
+    def _fixed_path(self) -> str | None:
+        return None if self.__dict__.get("_engine") is None else ""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
         for dtype in {info.owner_dtype: None for info in self._state.everything()}:

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from passes.torch_compat.module_tables import buffers_of, children_of, tensors_of
 from runtime.calls.model_watch import CONTAINERS, ModelWatch
+from runtime.parameters.fixed_structure import FixedStructure, refused_changes, write_buffer
 from runtime.state.weight_tree import WeightTree, refuse_hook
 
 
@@ -72,13 +72,14 @@ def _shown_kind(kind: type[nn.Module]) -> type:
     own: dict[str, Any] = {
         name: value
         for name, value in vars(nn.Module).items()
-        if isinstance(value, types.FunctionType) and name not in vars(_ShownModule) and name != "__init__"
+        if isinstance(value, types.FunctionType) and name not in _OTHERWISE and name != "__init__"
     }
+    own |= refused_changes(kind)
     own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return types.new_class(kind.__name__, (_ShownModule, kind), exec_body=lambda namespace: namespace.update(own))
 
 
-class _ShownModule(nn.Module):
+class _ShownModule(FixedStructure):
     """What shown modules do otherwise than the original's."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -90,6 +91,10 @@ class _ShownModule(nn.Module):
             "model alone: let that forward do it (behind an argument, say, with an example of such a call), and call "
             "the parallel module"
         )
+
+    def _fixed_path(self) -> str | None:
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
+        return None if place is None else place.path
 
     def _name(self) -> str:
         place: _PlaceOfModule | None = self.__dict__.get("_place")
@@ -118,10 +123,11 @@ class _ShownModule(nn.Module):
         if place is None or name == "training":
             super().__setattr__(name, value)
             return
-        set_content(self, name, value, place.path)
         if name in vars(place.original):
             place.watch.set((place.path, name, ""), value)
-        elif name not in buffers_of(self):
+        elif name in buffers_of(self):
+            write_buffer(self, place.path, name, value)
+        else:
             self._set_own(name, value)
 
     def _set_own(self, name: str, value: Any) -> None:
@@ -153,26 +159,5 @@ class _ShownModule(nn.Module):
         )
 
 
-def set_content(module: nn.Module, name: str, value: Any, path: str) -> None:
-    """What is set in the place of a buffer is written into it; a module that is replaced is refused.
-
-    Raises:
-        ValueError: as programs would go on with what was there.
-    """
-    where = f"{path}.{name}" if path else name
-    if isinstance(children_of(module).get(name), nn.Module):
-        raise ValueError(
-            f"{where!r} of this parallel module cannot be replaced, as its programs call no modules: change the model "
-            "before planner.compile"
-        )
-    buffer = buffers_of(module).get(name)
-    if buffer is None:
-        return
-    if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-        raise ValueError(
-            f"buffer {where!r} of this parallel module has shape {tuple(buffer.shape)} and cannot become {shape}: "
-            "programs were made for it; change the model before planner.compile"
-        )
-    with torch.no_grad():
-        buffer.copy_(value)
+#: Methods that are not ``nn.Module``'s own in a shown module.
+_OTHERWISE = {*vars(_ShownModule), *vars(FixedStructure)}
