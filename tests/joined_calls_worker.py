@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import planner
 from planner.integrations.accelerate import Accelerator
 from tests.generation_cases import generated, model_named, training_batch
-from tests.ranks import answer, task
+from tests.ranks import answer, result_of, task
 from tests.small_models import Mlp, seeded, squared_error
 from tests.tracing import traced_once
 
@@ -172,7 +172,7 @@ def values_are_not_scaled_by_the_processes(folder: Path) -> bool:
 
 
 def stages_take_their_part_of_a_whole_state_dict(folder: Path) -> bool:
-    """As hooks of scripts give it; what the model does not have is refused as ever."""
+    """As hooks of scripts give it; what the model does not have, or the state dict, is refused or told on all ranks."""
     parallel = planner.compile(seeded(Mlp), "pp=2", loss_fn=squared_error, example_inputs=(X, TARGET))
     marked = {name: tensor + 1 for name, tensor in parallel.full_state_dict().items()}
     parallel.load_state_dict(marked)
@@ -180,8 +180,17 @@ def stages_take_their_part_of_a_whole_state_dict(folder: Path) -> bool:
         parallel.load_state_dict({**marked, "unknown": X})
     except RuntimeError as error:
         taken = parallel.full_state_dict()
-        return "unknown" in str(error) and all(torch.equal(taken[name], marked[name]) for name in marked)
-    return False
+        if "unknown" not in str(error) or not all(torch.equal(taken[name], marked[name]) for name in marked):
+            return False
+    for name in marked:
+        others = {other: tensor for other, tensor in marked.items() if other != name}
+        refused = str(result_of(parallel.load_state_dict, others))
+        told = parallel.load_state_dict(others, strict=False).missing_keys
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, name in refused and told == [name])
+        if not all(by_rank):
+            return False
+    return True
 
 
 SCENARIOS: tuple[Callable[[Path], bool], ...] = (

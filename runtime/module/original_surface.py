@@ -64,9 +64,20 @@ class OriginalSurface:
         return _guarded(attribute, engine.model, name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of ``nn.Module``; a whole state dict may be given on every rank, whatever stage it has."""
+        """As of ``nn.Module``; a whole state dict may be given on every rank, whatever stage it has.
+
+        Raises:
+            RuntimeError: with ``strict`` for missing and unknown names; on all ranks where a whole state dict is given.
+        """
         state = self._engine.state
-        elsewhere = {name for info in state.everything() if not state.is_here(info.names[0]) for name in info.names}
+        infos_elsewhere = [info for info in state.everything() if not state.is_here(info.names[0])]
+        elsewhere = {name for info in infos_elsewhere for name in info.names}
+        is_whole = not state_dict.keys().isdisjoint(elsewhere)
+        persistent = [info.names for info in infos_elsewhere if info.persistent and is_whole]
+        missing = [names[0] for names in persistent if state_dict.keys().isdisjoint(names)]
+        if strict and missing:
+            kind = type(self._engine.model).__name__
+            raise RuntimeError(f"Error in loading state_dict for {kind}: missing on another pipeline stage: {missing}")
         here = {name: value for name, value in state_dict.items() if name not in elsewhere}
         here = dict(take_extra_states(self._engine.model, here))
         if not are_subclasses_dispatched():  # in torch 2.11 nothing plain is copied to a DTensor
@@ -78,7 +89,9 @@ class OriginalSurface:
             ]
             state.load_full_state_dict({name: here[name] for name in whole}, strict=False)
             here |= {name: mine[name] for name in whole}
-        return super().load_state_dict(here, strict=strict, assign=assign)  # type: ignore[misc]
+        result = super().load_state_dict(here, strict=strict, assign=assign)  # type: ignore[misc]
+        result.missing_keys.extend(missing)
+        return result
 
     @property
     def original(self) -> torch.nn.Module:
