@@ -7,6 +7,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,28 @@ def test_a_count_that_nothing_depends_on_is_announced() -> None:
 def test_numbers_drawn_outside_of_torch_are_refused(draws: str) -> None:
     with pytest.raises(CaptureError, match="would be drawn once"):
         capture(Counting(draws=draws), args=(X,))
+
+
+class DropsLayers(nn.Module):
+    """Leaves out its layer at random in training, by what a configuration and an attribute say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.config = SimpleNamespace(encoder_layerdrop=0.25, decoder_layerdrop=0.0)
+        self.layerdrop = self.config.encoder_layerdrop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if torch.rand([]) < self.layerdrop else self.layer(x)).sum()
+
+
+def test_what_leaves_out_layers_at_random_is_named() -> None:
+    model = DropsLayers()
+    named = r"set model\.layerdrop \(now 0\.25\), model\.config\.encoder_layerdrop \(now 0\.25\) to 0 before"
+    with pytest.raises(CaptureError, match=named):
+        capture(model, args=(X,))
+    model.layerdrop = 0.0
+    assert not capture(model, args=(X,)).guards
 
 
 #: Whether a layer is left out, by a number from [0, 1) → whether that depends on the number.

@@ -20,6 +20,7 @@ from passes.capture.eager_path import compiled_or_eager
 from passes.capture.export import export
 from passes.capture.flat_call import FlatCall, LossFunction, loss_path
 from passes.capture.forward_hooks import announced_hooks
+from passes.capture.layer_drops import advice_on_layer_drops
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
 from passes.capture.nested_values import Path, Structure, rebuild
@@ -359,6 +360,7 @@ def _export(
         if isinstance(error, MissingValues) or (is_of_values and is_raised_by_the_model(error)):
             raise
         reason = call.reads.picked.before(str(error) if isinstance(error, CaptureError) else explain(error))
+        reason += advice_on_layer_drops(call.model) if "random numbers" in reason else ""
         raise CaptureError(f"cannot capture {name}: in {describe_failure(error, paths)}: {reason}") from error
     if reads is not None:
         raise CaptureError(f"cannot capture {name}: {reads}")

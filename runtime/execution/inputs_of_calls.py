@@ -45,8 +45,10 @@ def refuse_other_cuts(plan: Plan, tensors: Mapping[Path, torch.Tensor]) -> None:
     the plan. A plan on a mesh may cut features, or leave an input whole: of each data rank's own samples it would make
     one batch whose features differ, or take each rank's for those of all.
     """
+    if BATCH_AXIS not in plan.mesh.names:
+        return
     if not any(dim_on(plan, path, BATCH_AXIS) is not None for path in tensors):
-        if plan.mesh.as_dict().get(BATCH_AXIS, 1) > 1:
+        if plan.mesh.size(BATCH_AXIS) > 1:
             raise ValueError(
                 f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, but the plan cuts no input over "
                 f"{BATCH_AXIS}: pin it (constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}}) or pass the whole batch"
