@@ -16,6 +16,7 @@ from runtime.calls.model_watch import CONTAINERS
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
 from runtime.module.extra_state import take_extra_states
+from runtime.parameters.saved_parts import refuse_parts_of_others
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ class OriginalSurface:
         """As of ``nn.Module``; a whole state dict may be given on every rank, whatever stage it has.
 
         Raises:
+            ValueError: for parts of tensors that another rank saved.
             RuntimeError: with ``strict`` for missing and unknown names; on all ranks where a whole state dict is given.
         """
+        refuse_parts_of_others((repr(name), value) for name, value in state_dict.items())
         state = self._engine.state
         infos_elsewhere = [info for info in state.everything() if not state.is_here(info.names[0])]
         elsewhere = {name for info in infos_elsewhere for name in info.names}

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runtime import kernels
 from runtime.parameters.lent_state import LentState
+from runtime.parameters.saved_parts import refuse_parts_of_others
 from runtime.parameters.sharded import SCALARS, ShardedParameter
 from runtime.parameters.tensors import ParameterTensor
 from runtime.torch_compat.dtensors import has_step_hooks, local_part, local_parts, spec_of
@@ -96,6 +97,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _refuse_state_on_device(optimizer)
     if _is_elementwise(optimizer, args, kwargs):
         _lend(optimizer)
+    else:
+        for parameter in _parameters_of(optimizer):
+            if isinstance(parameter, ShardedParameter):
+                _refuse_loaded_parts(parameter, optimizer.state.get(parameter, {}))
+
+
+def _refuse_loaded_parts(parameter: ShardedParameter, entry: dict[str, Any]) -> None:
+    """Refuse state that was read from another rank's file since the last step."""
+    named = ((f"{key!r} of {parameter.path!r}", value) for key, value in entry.items())
+    refuse_parts_of_others(named, of_stage=parameter.of_stage)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -211,7 +222,9 @@ def _lend(optimizer: torch.optim.Optimizer) -> None:
         if lent is not None:
             again[id(parameter)] = lent
             state[parameter.owner] = lent.local
-        elif _is_placed_alike(entry, parameter):
+            continue
+        _refuse_loaded_parts(parameter, entry)
+        if _is_placed_alike(entry, parameter):
             state[parameter.owner] = dict(zip(entry, local_parts(entry.values())))
         else:
             return

@@ -23,6 +23,7 @@ from passes.torch_compat.operators import schema, tree_leaves
 from runtime.parameters.drawn_tensors import draws, run_drawn
 from runtime.parameters.lent_state import LentState
 from runtime.parameters.plain_operands import is_plain, with_whole_operands
+from runtime.parameters.saved_parts import note_rank
 from runtime.parameters.turned_tensors import TURNING, turned_in_place
 from runtime.parameters.whole_tensors import (
     GatheredView,
@@ -179,7 +180,7 @@ class ParameterTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
-        return plain.__reduce_ex__(protocol)
+        return note_rank(plain).__reduce_ex__(protocol)
 
 
 def _prepared(name: str, args: Any, kwargs: Any, *, in_place: bool) -> list[ParameterTensor]:
