@@ -21,20 +21,22 @@ from transformers import (
 
 from tests.generation_cases import model_named, training_batch
 
-SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
 #: Samples of a global batch.
 BATCH = 8
 #: Of training and evaluation, so that every batch is full: one program each.
 FULL = (3 * BATCH, BATCH)
 
 
-def config(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, **changes)
+def config(*, num_layers: int = 1, **changes: Any) -> LlamaConfig:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaConfig(**SIZES, **heads, num_hidden_layers=num_layers, pad_token_id=0, **changes)
 
 
-def llama() -> LlamaForCausalLM:
+def llama(*, num_layers: int = 1) -> LlamaForCausalLM:
+    """Of few layers: tracing is most of what a script takes here."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(config())
+    return LlamaForCausalLM(config(num_layers=num_layers))
 
 
 def regression() -> LlamaForSequenceClassification:
@@ -43,10 +45,11 @@ def regression() -> LlamaForSequenceClassification:
 
 
 def lora() -> PeftModel:
-    """Adapters beside frozen weights; both of their matrices are far from zero."""
+    """Adapters beside frozen weights, on either of two stages; both of their matrices are far from zero."""
+    model = llama(num_layers=2)
     torch.manual_seed(1)
     options = {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    return get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], **options))
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], **options))
 
 
 def samples(count: int, *, values: bool = False) -> list[dict[str, Any]]:

@@ -7,22 +7,24 @@ from itertools import islice
 
 import pytest
 
-#: Files that take from a minute to ten seconds, the slowest first.
+#: Files that take from some minutes to ten seconds of a busy machine, the slowest first.
 SLOWEST = tuple(
     f"test_{name}"
     for name in (
-        "capture_shorten", "step_price", "benchmark_gpu", "search_models", "library", "docs", "step_exhaustive",
-        "examples", "hugging_face", "published_runs", "graph_cache", "rules", "capture_models", "robustness",
-        "coverage_sample", "stages", "launch", "fuse_families", "step_feasibility", "step_parity", "step_baselines",
-        "verify", "weight_files_ranks", "search_brute_force", "value_guards", "sweeps", "trainer", "search",
-        "stale_programs", "compiled_kernels", "checkpoint", "islands", "cli", "step_api", "fuse_plan", "experts",
-        "generation", "kernels_rotary", "terminal", "random_operators", "pipeline", "benchmark_host_time",
-        "autograd_memory", "step_runtime_accounts", "chain_kernels", "plan_order", "exports", "compiled_blocks",
-        "step_chunked_loss", "step_degenerate", "architecture", "kernels_normalization", "dropout_plans",
-        "unlike_ranks", "inspection", "audit", "kernels_cross_entropy", "causal_masks", "gradients", "expert_parallel",
-        "checkpoint_ranks", "torch_tools", "expert_bounds", "exported_training", "runtime_parity", "adoption", "units",
-        "replan", "bags_and_losses", "runtime", "import_leaves_others_alone", "emit", "search_folding", "uneven",
-        "operator_reasons", "emitted_models", "extension", "runtime_compile",
+        "hugging_face", "torch_tools", "examples", "docs", "generation", "experts", "step_exhaustive", "elastic",
+        "step_feasibility", "compiled_blocks", "step_parity", "coverage_sample", "plan_order", "activation_cache",
+        "benchmark_gpu", "profile", "value_guards", "offload_training", "expert_parallel", "sweeps",
+        "rows_masks_of_inputs_pick", "lightning", "compiled_kernels", "launch", "verify", "search", "rules",
+        "weight_files_ranks", "step_api", "library", "step_price", "dropout_plans", "gradients", "capture_shorten",
+        "uneven", "cli", "offload_planning", "joined_calls", "runtime_parity", "step_baselines", "trainer",
+        "stale_programs", "checkpoint", "step_stages", "adoption", "islands_freezing", "checkpoint_steps",
+        "graph_cache", "replan", "units", "stock_optimizer", "random_operators", "hybrid_sharding", "communication",
+        "compiled_plan", "fuse_families", "step_runtime_accounts", "islands", "pipeline", "capture_models",
+        "search_models", "stages", "search_brute_force", "published_runs", "step_degenerate", "runtime",
+        "checkpoint_ranks", "measured_trace", "unlike_ranks", "exports", "kernels_rotary", "unequal_devices",
+        "step_chunked_loss", "expert_regions", "fuse_plan", "runtime_compile", "step_lighter", "chain_kernels", "audit",
+        "import_leaves_others_alone", "written_weights", "independent_samples", "inspection", "row_shards",
+        "kernels_normalization",
     )
 )  # fmt: skip
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -97,6 +100,18 @@ def test_other_threads_and_later_calls_see_the_ranks() -> None:
             thread.start()
             thread.join()
         assert seen == [4] and dist.get_world_size() == get_world_size() == 4 and dist.is_initialized()
+
+
+def test_a_library_that_imports_a_collective_later_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = types.ModuleType("imports_later")
+    library.__file__ = f"{sysconfig.get_path('purelib')}/imports_later.py"
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    with as_one_process():
+        assert not hasattr(library, "get_world_size")
+    library.get_world_size = original = get_world_size
+    with as_one_process():
+        assert library.get_world_size is not original and library.get_world_size() == 1
+    assert library.get_world_size is original
 
 
 def test_accelerate_says_one_process_meanwhile() -> None:

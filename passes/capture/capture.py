@@ -49,6 +49,7 @@ from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
 from passes.ir.value_guards import ValueGuards
 from passes.torch_compat.host_operators import CTC_LOSSES
+from passes.torch_compat.quick_fakes import quick_fakes
 from passes.torch_compat.quick_pytrees import quick_pytrees
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracer_questions import answered_reads
@@ -109,7 +110,7 @@ def capture(
         "buffer_values": buffer_values,
         "any_number_at": frozenset(any_number_at),
     }
-    with _one_at_a_time, quick_pytrees():
+    with _one_at_a_time, quick_pytrees(), quick_fakes():
         graph = _capture_shortened(model, options) if copy_repeats else None
         return number_draws(_capture_whole(model, **options) if graph is None else graph)
 
@@ -282,7 +283,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
         CaptureError: if no trace serves several shapes: forward reads values or changes attributes, or the model cannot
             be captured.
     """
-    with _one_at_a_time, quick_pytrees():
+    with _one_at_a_time, quick_pytrees(), quick_fakes():
         buffers = dict(model.named_buffers())
         options = {"training": None, **options, "buffer_values": options.get("buffer_values") or buffers}
         repeats = find_repeats(model) if options.pop("copy_repeats", False) else ()
@@ -301,7 +302,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
     def graph(shapes: Mapping[Path, Any]) -> Graph:
         if own is not None and shapes == own[0]:
             return own[1]
-        with _one_at_a_time, quick_pytrees():
+        with _one_at_a_time, quick_pytrees(), quick_fakes():
             return trace.graph_of_shapes(shapes)
 
     return graph

@@ -76,6 +76,8 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
     """The global names of all that was imported of the packages that classes of ``model`` are in, torch left out."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     packages = {kind.__module__.partition(".")[0] for kind in classes} - {"torch"}
+    inside = tuple(f"{package}." for package in packages)
     for path, module in list(sys.modules.items()):
-        if path.partition(".")[0] in packages and isinstance(getattr(module, "__dict__", None), dict):
+        is_theirs = path in packages or path.startswith(inside)
+        if is_theirs and isinstance(getattr(module, "__dict__", None), dict):
             yield vars(module)

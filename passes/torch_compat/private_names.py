@@ -11,6 +11,8 @@ PRIVATE_NAMES = {
     "torch.utils._python_dispatch._disable_current_modes": "values that a model reads cannot be run while it is traced",
     "torch._subclasses.fake_tensor.FakeTensor": "literal tensors cannot be told from tensors without data",
     "torch._subclasses.fake_tensor.FakeTensorMode": "models cannot be traced without their data",
+    "torch._subclasses.fake_tensor.FakeTensorMode._prep_args_for_hash": "tracing takes a few percent longer",
+    "torch.Tensor._has_symbolic_sizes_strides": "tracing takes a few percent longer",
     "torch.utils._python_dispatch.TorchDispatchMode": "kernels and collectives of a call cannot be counted",
     "torch.utils._pytree.tree_flatten": "arguments of a function for torch.vmap cannot be taken apart",
     "torch.utils._pytree.tree_unflatten": "arguments of a function for torch.vmap cannot be put together",
