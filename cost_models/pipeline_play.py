@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cost_models.schedules import Action, actions
 from cost_models.step import ChunkCosts
-from cost_models.streams import ActionMap, LayerTask, Streams, action_map, layer_tasks
+from cost_models.streams import NEVER, ActionMap, LayerTask, Row, Streams, action_map, layer_tasks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _program(order: tuple[Action, ...], num_microbatches: int, num_chunks: int) 
 
 
 @dataclass(frozen=True)
-class _Operation:
+class Operation:
     """One kind of action of one chunk, ready to play.
 
     Attributes:
@@ -62,6 +62,7 @@ class _Operation:
         seconds: from its input to its end, None where communication plays a part in that.
         lead: seconds until its last layer starts, by then the next action's first gather may be under way.
         compute: seconds of its layers alone.
+        pending: seconds of the reduction that it leaves.
         maps: as a (max, +) map, by the seconds of the reduction that the previous action left.
     """
 
@@ -70,6 +71,7 @@ class _Operation:
     seconds: float | None
     lead: float
     compute: float
+    pending: float
     maps: dict[float, ActionMap] = field(default_factory=dict)
 
     def map_after(self, pending: float) -> ActionMap:
@@ -79,18 +81,47 @@ class _Operation:
             cached_map = self.maps[pending] = action_map(self.tasks, pending)
         return cached_map
 
+    def rows_after(self, pending: float) -> tuple[Row, Row, Row]:
+        """The same without what it leaves."""
+        if self.seconds is None or pending:
+            return self.map_after(pending)[:3]
+        never = (NEVER, NEVER, NEVER)
+        return (self.seconds, *never), (NEVER, NEVER, 0.0, NEVER), (self.lead, *never)
 
-def _operation(chunk: ChunkCosts, kind: str, last: bool) -> _Operation:
+
+def operation(chunk: ChunkCosts, kind: str, last: bool) -> Operation:
+    """The operation of one kind of action; ``last``: as in ``layer_tasks``."""
     tasks = layer_tasks(chunk, kind, last=last)
     compute = sum(task.compute for task in tasks)
     alone = not any(task.gather or task.reduce for task in tasks)
-    return _Operation(
+    return Operation(
         tasks=tasks,
         receive={"F": chunk.receive_forward, "W": 0.0}.get(kind, chunk.receive_backward),
         seconds=compute if alone else None,
         lead=compute - tasks[-1].compute if tasks else 0.0,
         compute=compute,
+        pending=tasks[-1].reduce if tasks else 0.0,
     )
+
+
+class PlayedRank(NamedTuple):
+    """What comes of playing one rank, in seconds and bytes.
+
+    Attributes:
+        compute: when its last action is done.
+        reduced: when its last gradient reduction is done.
+        computing: that it computes.
+        occupied: of its actions, waits for communication included.
+        stalled: between its first and its last action in which it waits for other ranks.
+        peak_bytes: most that it holds.
+    """
+
+    compute: float
+    reduced: float
+    computing: float
+    occupied: float
+    stalled: float
+    peak_bytes: float
 
 
 class Played(NamedTuple):
@@ -110,7 +141,7 @@ class Player:
 
     def __init__(self, chunks: tuple[ChunkCosts, ...], program: PipelineActions, *, keep: bool) -> None:
         self.program = program
-        self.operations = [_operation(chunks[k], kind, last) for kind, k, last in program.operations]
+        self.operations = [operation(chunks[k], kind, last) for kind, k, last in program.operations]
         self.place = 0
         self.compute = 0.0
         self.communication = 0.0

@@ -18,10 +18,11 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cost_models.pipeline_play import PipelineActions, Player, programs, run
+from cost_models.pipeline_play import PipelineActions, PlayedRank, Player, programs, run
 from cost_models.step import ChunkCosts, PipelineStep
-from cost_models.step_time import chunks_of_ranks, layer_sum
+from cost_models.step_time import chunks_of_ranks, layer_sum, peak_bytes
 from cost_models.streams import Recorder, play
+from cost_models.wave_play import MANY_RANKS, play_in_waves
 
 #: Micro-batches of the longest step that is played to its end.
 MOST_PLAYED = 16384
@@ -119,29 +120,64 @@ def _remembered(step: PipelineStep) -> StepReport:
 
 
 def _played(step: PipelineStep, *, timeline: bool = False, memory: bool = False) -> StepReport:
+    keeps = timeline or memory
+    if step.num_ranks >= MANY_RANKS and not keeps:
+        played = play_in_waves(step)
+        return _report(played, _end_of(step, played))
     shape = (step.schedule, step.num_ranks, step.num_microbatches, len(step.chunks))
-    ranks = chunks_of_ranks(step)
-    players = [Player(step.chunks, program, keep=timeline or memory) for program in programs(*shape)]
+    players = [Player(step.chunks, program, keep=keeps) for program in programs(*shape)]
     run(players, len(step.chunks) * step.num_microbatches)
-
-    pipeline = max(player.compute for player in players)
-    reduced = max(pipeline, *(player.reduced() for player in players))
-    updates = [sum(layer_sum(step.chunks[k], "update_step") for k in own_chunks) for own_chunks in ranks]
-    gathers = [sum(layer_sum(step.chunks[k], "gather_step") for k in own_chunks) for own_chunks in ranks]
-    seconds = reduced + max(update + gather for update, gather in zip(updates, gathers))
-    curves = [_bytes_by_action(step.chunks, own_chunks, player.program) for player, own_chunks in zip(players, ranks)]
-    reports = [
-        _rank_report(player, curve, seconds=seconds, after_pipeline=reduced - pipeline, update=update, gather=gather)
-        for player, curve, update, gather in zip(players, curves, updates, gathers)
+    curves = [
+        _bytes_by_action(step.chunks, own_chunks, player.program)
+        for player, own_chunks in zip(players, chunks_of_ranks(step))
     ]
+    played = [_played_rank(player, curve) for player, curve in zip(players, curves)]
+    end = _end_of(step, played)
     over_time = (_bytes_over_time(player, curve) for player, curve in zip(players, curves))
-    return StepReport(
-        seconds=seconds,
-        pipeline_seconds=pipeline,
-        ranks=tuple(reports),
-        timeline=_events(players, reduced, updates, gathers) if timeline else None,
+    return replace(
+        _report(played, end),
+        timeline=_events(players, end) if timeline else None,
         memory=tuple(over_time) if memory else None,
     )
+
+
+def _played_rank(player: Player, curve: list[tuple[float, float]]) -> PlayedRank:
+    return PlayedRank(
+        compute=player.compute,
+        reduced=player.reduced(),
+        computing=player.compute_seconds(),
+        occupied=player.occupied,
+        stalled=player.stalled(),
+        peak_bytes=max(running for running, _ in curve),
+    )
+
+
+class _End(NamedTuple):
+    """When the pipeline is done, when all gradients are reduced; by rank, seconds of optimizer and gathers then."""
+
+    pipeline: float
+    reduced: float
+    updates: list[float]
+    gathers: list[float]
+
+
+def _end_of(step: PipelineStep, played: list[PlayedRank]) -> _End:
+    ranks = chunks_of_ranks(step)
+    pipeline = max(each.compute for each in played)
+    updates, gathers = (
+        [sum(layer_sum(step.chunks[k], figure) for k in own_chunks) for own_chunks in ranks]
+        for figure in ("update_step", "gather_step")
+    )
+    return _End(pipeline, max(pipeline, *(each.reduced for each in played)), updates, gathers)
+
+
+def _report(played: list[PlayedRank], end: _End) -> StepReport:
+    seconds = end.reduced + max(update + gather for update, gather in zip(end.updates, end.gathers))
+    reports = [
+        _rank_report(each, seconds=seconds, after_pipeline=end.reduced - end.pipeline, update=update, gather=gather)
+        for each, update, gather in zip(played, end.updates, end.gathers)
+    ]
+    return StepReport(seconds=seconds, pipeline_seconds=end.pipeline, ranks=tuple(reports))
 
 
 def _continued(step: PipelineStep) -> StepReport:
@@ -170,24 +206,17 @@ def _continued(step: PipelineStep) -> StepReport:
 
 
 def _rank_report(
-    player: Player,
-    curve: list[tuple[float, float]],
-    *,
-    seconds: float,
-    after_pipeline: float,
-    update: float,
-    gather: float,
+    played: PlayedRank, *, seconds: float, after_pipeline: float, update: float, gather: float
 ) -> RankReport:
-    computing = player.compute_seconds()
-    exposed = max(0.0, player.occupied - computing) + after_pipeline + gather
-    bubble = max(0.0, seconds - computing - update - exposed)
+    exposed = max(0.0, played.occupied - played.computing) + after_pipeline + gather
+    bubble = max(0.0, seconds - played.computing - update - exposed)
     return RankReport(
-        compute_seconds=computing + update,
+        compute_seconds=played.computing + update,
         exposed_seconds=exposed,
         bubble_seconds=bubble,
         bubble_fraction=bubble / seconds if seconds else 0.0,
-        stall_seconds=max(0.0, player.stalled()),
-        peak_bytes=max(running for running, _ in curve),
+        stall_seconds=max(0.0, played.stalled),
+        peak_bytes=played.peak_bytes,
     )
 
 
@@ -196,7 +225,7 @@ def _bytes_by_action(
 ) -> list[tuple[float, float]]:
     """Bytes held (while each action runs, after it); the first pair is before all of them."""
     saved = {k: layer_sum(chunks[k], "saved_bytes") for k in own_chunks}
-    peaks = {k: max((layer.peak_bytes for layer, _ in chunks[k].layers), default=0.0) for k in own_chunks}
+    peaks = {k: peak_bytes(chunks[k]) for k in own_chunks}
     held_bytes = sum(layer_sum(chunks[k], "state_bytes") for k in own_chunks)
     curve = [(held_bytes, held_bytes)]
     for kind, chunk, _ in program.actions:
@@ -217,8 +246,8 @@ def _bytes_over_time(player: Player, curve: list[tuple[float, float]]) -> tuple[
     return tuple(points)
 
 
-def _events(players: list[Player], reduced: float, updates: list[float], gathers: list[float]) -> tuple[Event, ...]:
-    events = []
+def _events(players: list[Player], end: _End) -> tuple[Event, ...]:
+    reduced, updates, gathers, events = end.reduced, end.updates, end.gathers, list[Event]()
     for rank, player in enumerate(players):
         rank_events: list[Event] = []
         record = _recorder(rank, rank_events)

@@ -82,10 +82,11 @@ the difference (8 ranks), each micro-batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from cost_models.order_path import OrderPath, longest_path, played_microbatches
+from cost_models.order_path import Counts, OrderPath, longest_path, played_microbatches
 from cost_models.schedules import in_flight_peaks, rank_of_chunk, schedule_named
 from cost_models.step import ChunkCosts, PipelineStep
 
@@ -119,10 +120,21 @@ def step_seconds(step: PipelineStep) -> StepSeconds:
     Raises:
         ValueError: if the schedule is not known or the number of chunks is not a multiple of the ranks.
     """
-    ranks = chunks_of_ranks(step)
-    times = _all_chunk_seconds(step)
+    ranks, times = chunks_of_ranks(step), _all_chunk_seconds(step)
+    path = _played_path(step, times)
+    return _seconds_along(step, times, ranks, [] if path is None else [path.counts])
+
+
+def least_step_seconds(step: PipelineStep, paths: Iterable[Counts]) -> float:
+    """Lower bound of the seconds of ``step`` without searching its longest path: as if there were only ``paths``."""
+    return _seconds_along(step, _all_chunk_seconds(step), chunks_of_ranks(step), paths).total
+
+
+def _seconds_along(
+    step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]], paths: Iterable[Counts]
+) -> StepSeconds:
     return StepSeconds(
-        pipeline=_pipeline_seconds(step, times, ranks),
+        pipeline=_pipeline_seconds(step, times, ranks, paths),
         tail=_tail_seconds(step, times, ranks),
         update=max(
             sum(layer_sum(step.chunks[k], "update_step", "gather_step") for k in own_chunks) for own_chunks in ranks
@@ -162,7 +174,7 @@ def step_memory(step: PipelineStep) -> tuple[float, ...]:
             layer_sum(step.chunks[k], "state_bytes") + held[k] * layer_sum(step.chunks[k], "saved_bytes")
             for k in own_chunks
         )
-        + max((layer.peak_bytes for k in own_chunks for layer, _ in step.chunks[k].layers), default=0.0)
+        + max(peak_bytes(step.chunks[k]) for k in own_chunks)
         for own_chunks in chunks_of_ranks(step)
     )
 
@@ -210,6 +222,11 @@ def layer_sum(chunk: ChunkCosts, *fields: str) -> float:
     return sum(count * sum(getattr(layer, field) for field in fields) for layer, count in chunk.layers)
 
 
+def peak_bytes(chunk: ChunkCosts) -> float:
+    """The largest peak of any layer of ``chunk``."""
+    return max((layer.peak_bytes for layer, _ in chunk.layers), default=0.0)
+
+
 def _all_chunk_seconds(step: PipelineStep) -> list[_ChunkSeconds]:
     split = schedule_named(step.schedule).splits_all
     return [_chunk_seconds(chunk, split=split) for chunk in step.chunks]
@@ -226,7 +243,10 @@ def _chunk_seconds(chunk: ChunkCosts, *, split: bool) -> _ChunkSeconds:
     )
 
 
-def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
+def _pipeline_seconds(
+    step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]], paths: Iterable[Counts]
+) -> float:
+    """Seconds of the pipeline, of all paths through a played order only ``paths``."""
     schedule = schedule_named(step.schedule)
     loads = [[times[k].forward + times[k].backward for k in chunks] for chunks in ranks]
     if schedule.splits_backward:
@@ -239,11 +259,8 @@ def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: lis
         )
         share = (step.num_ranks - 1) / step.num_ranks
         seconds = step.num_microbatches * longest + share * sum(fills)
-        path = _played_path(step, times)
-        if path is None:
-            return seconds
         rest = step.num_microbatches - played_microbatches(step.schedule, step.num_ranks, step.num_microbatches)
-        return max(seconds, _along(path, times) + rest * longest)
+        return max([seconds, *(_along(counts, times) + rest * longest for counts in paths)])
     rounds = list(zip(*loads))
     longest = sum(max(together) for together in rounds)
     return step.num_microbatches * longest + max(sum(together) - max(together) for together in rounds)
@@ -266,11 +283,11 @@ def _played_path(step: PipelineStep, times: list[_ChunkSeconds]) -> OrderPath | 
     )
 
 
-def _along(path: OrderPath, times: list[_ChunkSeconds]) -> float:
+def _along(path: Counts, times: list[_ChunkSeconds]) -> float:
     """The path's length, as a sum of the chunks' seconds."""
     return sum(
         forwards * t.forward + inputs * (t.backward - t.weight) + weights * t.weight
-        for (forwards, inputs, weights), t in zip(path.counts, times)
+        for (forwards, inputs, weights), t in zip(path, times)
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from cost_models.order_path import order_steps, path_ends, played_microbatches
+from cost_models.order_path import played_microbatches
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
@@ -27,6 +27,7 @@ from planner.whole_step.best_first import BYTE_WEIGHTS, Search
 from planner.whole_step.candidates.candidates import STEADY, Candidate, is_offered
 from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, ORDERS, Links, MeshLayout
+from tests.order_steps import order_steps, path_ends
 
 Array = NDArray[numpy.float64]
 

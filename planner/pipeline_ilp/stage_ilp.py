@@ -66,7 +66,7 @@ from typing import Any
 
 from cost_models.order_path import Counts
 from cost_models.schedules import SCHEDULES
-from cost_models.step_time import played_path, step_memory, step_seconds
+from cost_models.step_time import least_step_seconds, played_path, step_memory, step_seconds
 from planner.pipeline_ilp.balance import all_alike, balance, by_rounds
 from planner.pipeline_ilp.coding import decode, encode
 from planner.pipeline_ilp.fronts import LOAD, DualWeights, whole_step_weights
@@ -278,6 +278,8 @@ class _Search:
         step = as_step(self.problem, assignment)
         if not fits(self.problem, step_memory(step)):
             return False
+        if self.paths and least_step_seconds(step, self.paths) * (1.0 - ROUNDING) >= self.objective:
+            return True  # a path that is known already is too long
         seconds = step_seconds(step).total
         if seconds < self.objective:
             self.best, self.objective = assignment, seconds

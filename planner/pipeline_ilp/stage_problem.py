@@ -201,9 +201,23 @@ class StageProblem:
             num_chunks=self.num_chunks,
         )
 
+    @functools.cached_property
+    def folded(self) -> StageProblem:
+        """The problem with all its runs folded, which every bound asks for."""
+        return _folded(self)
+
+    @functools.cached_property
+    def undominated(self) -> tuple[StageProblem, tuple[tuple[int, ...], ...]]:
+        """See the function of this name."""
+        return _without_dominated(self)
+
 
 def folded(problem: StageProblem) -> StageProblem:
     """The problem with all its runs folded."""
+    return problem.folded
+
+
+def _folded(problem: StageProblem) -> StageProblem:
     split = SCHEDULES[problem.schedule].splits_all
     if problem.rank_runs:
         rank_runs = tuple(tuple(run.folded for run in runs) for runs in problem.rank_runs)
@@ -222,7 +236,7 @@ def least_of(rank_runs: Sequence[Sequence[UnitRun]]) -> tuple[UnitRun, ...]:
     return tuple(
         replace(
             alike[0],
-            choices=tuple(map(choice, zip(*(run.choices for run in alike), strict=True))),
+            choices=tuple(map(choice, zip(*{id(run.choices): run.choices for run in alike}.values(), strict=True))),
             receive_forward=min(run.receive_forward for run in alike),
             receive_backward=min(run.receive_backward for run in alike),
         )
@@ -287,15 +301,22 @@ def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, .
 
     A choice is dominated if another one beats or equals it in every figure (on every rank).
     """
+    return problem.undominated
+
+
+def _without_dominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, ...], ...]]:
     better = _directions(problem)
-    by_rank = list(dict.fromkeys(problem.rank_runs)) or [problem.runs]
+    by_rank = list({tuple(id(run.choices) for run in runs): runs for runs in problem.rank_runs}.values())
+    by_rank = by_rank or [problem.runs]
     indices_by_run = tuple(_undominated([run.choices for run in alike], better) for alike in zip(*by_rank))
 
+    reduced: dict[tuple[int, int], UnitRun] = {}
+
     def remaining(runs: Sequence[UnitRun]) -> tuple[UnitRun, ...]:
-        return tuple(
-            replace(run, choices=tuple(run.choices[index] for index in indices))
-            for run, indices in zip(runs, indices_by_run)
-        )
+        for place, (run, indices) in enumerate(zip(runs, indices_by_run)):
+            if (place, id(run)) not in reduced:  # ranks that are alike share their runs
+                reduced[place, id(run)] = replace(run, choices=tuple(run.choices[index] for index in indices))
+        return tuple(reduced[place, id(run)] for place, run in enumerate(runs))
 
     rank_runs = tuple(map(remaining, problem.rank_runs))
     return replace(problem, runs=remaining(problem.runs), rank_runs=rank_runs), indices_by_run

@@ -311,15 +311,13 @@ class _Planner:
         num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
         near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
         judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
-        quickest = min(each.report.seconds for each in judged)
-        plain = [
-            judge(each)
-            for solved in judged
-            for each in plainer(solved.solution)
-            if fits_on_host(search, each) and _may_be_best(each, outcome.bound, quickest)
-        ]
+        plain = list(judged)
+        for solved in judged:
+            for each in plainer(solved.solution):
+                if fits_on_host(search, each) and _may_be_best(each, outcome.bound, plain):
+                    plain.append(judge(each))
         fitting = [each for each in experts if fits_on_host(search, each.solution)]
-        best = min([_best([*judged, *plain], outcome.bound), *fitting], key=lambda each: each.report.seconds)
+        best = min([_best(plain, outcome.bound), *fitting], key=lambda each: each.report.seconds)
         others = [each for each in judged if each is not best]
         further = outcome.solutions[len(judged) : len(judged) + max(0, CLOSEST - len(others))]
         return best, [*others, *map(judge, further)]
@@ -360,10 +358,10 @@ def _data_experts(search: Search, cluster: Cluster, demands: Demands) -> list[Ju
     return [] if cluster.has_unequal_devices else list(data_experts(search.level_one, cluster, demands))
 
 
-def _may_be_best(solution: StepSolution, bound: float, quickest: float) -> bool:
-    """Whether ``_best`` may pick a solution beside one that takes ``quickest`` seconds in the simulator."""
-    if _is_near(solution, bound):
-        return True
+def _may_be_best(solution: StepSolution, bound: float, judged: Sequence[Judged]) -> bool:
+    """Whether ``_best`` may pick a solution beside those that are judged: none as near as it is faster."""
+    rivals = [each for each in judged if _is_near(each.solution, bound)] if _is_near(solution, bound) else judged
+    quickest = min((each.report.seconds for each in rivals), default=math.inf)
     return least_simulated(as_step(solution.problem, solution.assignment)) <= quickest * (1.0 + ROUNDING)
 
 

@@ -135,11 +135,19 @@ class UnequalSearch(Search):
 
     def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
         """The stage problem of one candidate under one sharding, with each rank's own seconds and memory."""
-        by_kinds = {
-            stage: unit_runs(prices.figures, prices.setting)
-            for stage, prices in zip(self.devices.of_stages(candidate.layout), self.on_ranks(candidate, sharded))
-        }
+        prices = dict(zip(self.devices.of_stages(candidate.layout), self.on_ranks(candidate, sharded)))
+        by_kinds = {stage: self._runs_on(stage, each, candidate, sharded) for stage, each in prices.items()}
         return self.problem_of(candidate, by_kinds)
+
+    def _runs_on(
+        self, stage: frozenset[int], prices: RankPrices, candidate: Candidate, sharded: Sharded
+    ) -> tuple[UnitRun, ...]:
+        """The chain of units on one kind of stage, cached for all schedules with the same setting."""
+        setting = prices.setting
+        key = (id(sharded), setting.layout, setting.num_microbatches, setting.ends_together, stage)
+        if key not in self.runs:
+            self.runs[key] = (sharded, unit_runs(prices.figures, setting))
+        return self.runs[key][1]
 
     def problem_of(self, candidate: Candidate, by_kinds: Mapping[frozenset[int], tuple[UnitRun, ...]]) -> StageProblem:
         """The stage problem of one candidate, from the runs on each kind of stage."""
@@ -212,15 +220,24 @@ def _of_unequal_stages(family: Family) -> Family:
 
 def _with_slower_ends(by_rank: list[tuple[UnitRun, ...]]) -> tuple[tuple[UnitRun, ...], ...]:
     """Runs in which what passes a boundary between two ranks takes as long as on the slower one's links."""
-    slower = []
+    slower: list[tuple[UnitRun, ...]] = []
+    alike: dict[tuple[int, float, float], UnitRun] = {}
+
+    def with_receives(run: UnitRun, forward: float, backward: float) -> UnitRun:
+        """One object for all ranks that are alike, which folds its choices once."""
+        key = (id(run), forward, backward)
+        if key not in alike:
+            alike[key] = replace(run, receive_forward=forward, receive_backward=backward)
+        return alike[key]
+
     for rank, runs in enumerate(by_rank):
         before, after = by_rank[max(0, rank - 1)], by_rank[min(rank + 1, len(by_rank) - 1)]
         slower.append(
             tuple(
-                replace(
+                with_receives(
                     run,
-                    receive_forward=max(run.receive_forward, behind.receive_forward),
-                    receive_backward=max(run.receive_backward, ahead.receive_backward),
+                    max(run.receive_forward, behind.receive_forward),
+                    max(run.receive_backward, ahead.receive_backward),
                 )
                 for run, behind, ahead in zip(runs, before, after, strict=True)
             )

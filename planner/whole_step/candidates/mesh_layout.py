@@ -43,7 +43,16 @@ class MeshLayout:
     expert: int = 1
     zero_ranks: int = 0
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Worked out once: a search looks up by its layouts a hundred thousand times. Of numbers alone, as texts hash
+        differently in every process."""
+        return hash((self.pipeline, self.data, self.context, self.tensor, self.expert, self.zero_ranks))
+
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Axis → size, in mesh order; that of experts only where it has several devices."""
         by_name = {PIPELINE: self.pipeline, DATA: self.data, CONTEXT: self.context, TENSOR: self.tensor}
@@ -92,8 +101,9 @@ class MeshLayout:
         return self.data * self.expert
 
     def stride(self, axis: str) -> int:
-        names = list(self.sizes)
-        return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+        sizes = self.sizes
+        names = list(sizes)
+        return math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
 
     def __str__(self) -> str:
         axes = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"

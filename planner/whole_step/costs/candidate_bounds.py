@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from cost_models.dtypes import item_size
@@ -113,7 +113,7 @@ class Bounds:
         """
         if cut not in self._experts:
             self._experts[cut] = self.level_one.least_of_experts(cut)
-        return self._experts[cut] + rest(replace(cut, pieces=cut.pieces * cut.expert, expert=1))
+        return self._experts[cut] + rest(cut._replace(pieces=cut.pieces * cut.expert, expert=1))
 
     def zero(
         self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
@@ -322,15 +322,17 @@ class Bounds:
     def _alone(self, cut: Cut) -> float:
         if cut in self.impossible:
             return math.inf
-        if cut not in self.priced_cuts.seconds:
+        seconds = self.priced_cuts.seconds.get(cut)
+        if seconds is None:
             sharded = self.level_one.alone(cut)
             if sharded is None:
                 self.impossible.add(cut)
                 return math.inf
-            self.priced_cuts.add(cut, sharded.without_samples)
+            seconds = sharded.without_samples
+            self.priced_cuts.add(cut, seconds)
             if cut.context > 1:
                 self.conversions[1].add(cut, sharded.between)
-        return self.priced_cuts.seconds[cut]
+        return seconds
 
 
 def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -86,6 +86,7 @@ class LevelOne:
     solved: int = 0
     _shardings: dict[tuple[object, ...], Shardings | None] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
+    _alone: dict[Cut, Sharded | None] = field(default_factory=dict)
     _beside: dict[tuple[object, ...], float] = field(default_factory=dict)
     _links: dict[MeshLayout, Links] = field(default_factory=dict)
     _of_units: dict[tuple[object, ...], tuple[float, ...] | None] = field(default_factory=dict)
@@ -180,6 +181,11 @@ class LevelOne:
 
         Those are neighbours' links; of a context axis on a torus, for each collective those that suit it best.
         """
+        if cut not in self._alone:
+            self._alone[cut] = self._sharded_alone(cut)
+        return self._alone[cut]
+
+    def _sharded_alone(self, cut: Cut) -> Sharded | None:
         size = cut.context * cut.tensor
         if self.cluster.num_devices % (size * cut.expert):
             return None
@@ -247,7 +253,7 @@ class LevelOne:
 
     def _along(self, cut: Cut) -> Sharded | None:
         """What the context axis of ``cut`` does alone."""
-        return self.alone(replace(cut, tensor=1))
+        return self.alone(cut._replace(tensor=1))
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
         """The cache key of an axis: what its prices depend on beside its size."""

@@ -191,7 +191,7 @@ class MixedLevelOne(LevelOne):
         self._views = [weighted.devices.seen_from(stage) for stage in weights]
 
     def _along(self, cut: Cut) -> Sharded | None:
-        return self._weighted.alone(replace(cut, tensor=1))
+        return self._weighted.alone(cut._replace(tensor=1))
 
     def _priced(self, layout: MeshLayout) -> Links:
         if len(self._stages) == 1:

@@ -148,7 +148,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
     chunks = _chunks(search, best)
     divides = any(group.zero for chunk in chunks for group in chunk.groups)
     return StepPlan(
-        axes=candidate.layout.sizes,
+        axes=dict(candidate.layout.sizes),
         global_batch=search.level_one.global_batch,
         local_batch=candidate.local_batch,
         num_microbatches=candidate.num_microbatches,
