@@ -115,6 +115,9 @@ RUNS = (
     Run(20, 1.4, 0.0, synchronous_share=0.25),
     Run(50, 1.4, 0.0, synchronous_share=0.25),
     Run(50, 1.4, 0.0, synchronous_share=0.25, fragments=5),
+    Run(10, 0.8, 0.0),
+    Run(20, 0.8, 0.0),
+    Run(10, 0.6, 0.3),
 )
 MOST = 0.02
 ABOUT = (
@@ -155,7 +158,7 @@ def by_islands(run: Run, train: Any, held_out: Any, steps: int, rate: float, see
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400, help="of which each run has whole rounds of H")
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate of both ways' AdamW")
+    parser.add_argument("--rate", type=float, default=2.8e-3, help="learning rate of both ways' AdamW")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--runs", type=int, nargs="*", default=range(len(RUNS)), help="rows of RUNS, from 0 on")
     parser.add_argument("--markdown", type=Path)
