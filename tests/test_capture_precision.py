@@ -28,6 +28,8 @@ def precisions() -> list[str]:
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     before = precisions()
+    for switch in SWITCHES[1:]:
+        switch.fp32_precision = "none"  # follows torch.backends, whatever other tests have set
     yield
     for switch, precision in zip(SWITCHES, before, strict=True):
         switch.fp32_precision = precision
