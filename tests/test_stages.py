@@ -304,6 +304,27 @@ def test_a_call_whose_weights_are_trained_in_an_earlier_chunk_is_refused() -> No
             parallel(x=batch["x"])
 
 
+class Scales(models.Chain):
+    """Without a target, what comes out is multiplied by numbers that training does not have."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if target is not None:
+            return super().forward(x, target)
+        y = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return {"y": y * torch.tensor([0.5 + place for place in range(y.shape[-1])], dtype=y.dtype)}
+
+
+def test_a_call_may_have_literals_that_training_does_not() -> None:
+    model = seeded(Scales)
+    batch = models.batch_of(model)
+    expected = model(x=batch["x"])["y"].detach()
+    plan = plan_of(Scales, pp=2, num_microbatches=4)
+    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
+        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
+        parts = parallel(x=batch["x"])["y"]
+        torch.testing.assert_close(layout.join(parts, ("R", "R", "R")), expected, rtol=1e-12, atol=1e-12)
+
+
 class TiedEnds(models.Chain):
     """The last layer has the first one's weight, and a bias of its own."""
 

@@ -154,7 +154,7 @@ class Maker:
             training = graph.loss is not None
             split = split_of(graph, plan, training=training)
             first, _ = cut_batch(plan, split, lambda tried: self._cut(graph, training=training, split=tried))
-            self._beside = stages_beside_step(plan, self._for_call(graph), graph, first)
+            self._beside = stages_beside_step(plan, self._for_call(graph), graph, first, self.state.infos)
         self._first = first
         self.state.place(Placing.of_step(plan, deferral_of(plan), first, self._beside))
 
@@ -357,6 +357,7 @@ class Maker:
                 self._first,
                 follows_plan=training,
                 stages=self._beside,
+                names=self.state.infos,
             )
 
         try:

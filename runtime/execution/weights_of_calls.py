@@ -60,6 +60,7 @@ def cut_with_weights(
     *,
     follows_plan: bool,
     stages: StagesOf,
+    names: Collection[str],
 ) -> StepPrograms:
     """Programs of a call of ``plan``: its operators are in the plan's groups, or where ``first`` has their weights.
 
@@ -69,7 +70,7 @@ def cut_with_weights(
     Args:
         cut: programs like others that are given, or by the plan's groups.
         first: programs of the plan's own training step; None while they are made.
-        stages: see ``check_weights``.
+        stages, names: see ``check_weights``.
     """
     if first is None:
         return cut(None)
@@ -79,21 +80,24 @@ def cut_with_weights(
         programs = cut(first)
     if follows_plan and has_weights_elsewhere(programs, first):
         programs = cut(first)
-    check_weights(programs, first, plan, stages)
+    check_weights(programs, first, plan, stages=stages, names=names)
     return programs
 
 
-def check_weights(programs: StepPrograms, like: StepPrograms, plan: Plan, stages: StagesOf) -> None:
+def check_weights(
+    programs: StepPrograms, like: StepPrograms, plan: Plan, *, stages: StagesOf, names: Collection[str]
+) -> None:
     """Raise ValueError, on all ranks alike, if a chunk uses weights that its stage does not have.
 
     Args:
         like: programs of the training step of ``plan``.
         stages: pipeline ranks that have a weight which the training step does not use, by path.
+        names: of the model's parameters and buffers; every rank has a call's literals.
     """
     trained = {path for stage in (*like.stages, *like.counting) for path in _paths_of(stage)}
     for stage, of_step in zip(programs.stages, like.stages):
         own_rank = plan.step.chunks[stage.index].rank
-        for path in sorted(_paths_of(stage) - _paths_of(of_step)):
+        for path in sorted((_paths_of(stage) - _paths_of(of_step)).intersection(names)):
             planned = plan.states.get(path)
             if path in trained and planned is not None and planned.trainable:
                 raise ValueError(
@@ -109,15 +113,18 @@ def check_weights(programs: StepPrograms, like: StepPrograms, plan: Plan, stages
                 )
 
 
-def stages_beside_step(plan: Plan, for_call: Plan, graph: Graph, first: StepPrograms) -> dict[str, Stages]:
+def stages_beside_step(
+    plan: Plan, for_call: Plan, graph: Graph, first: StepPrograms, names: Collection[str]
+) -> dict[str, Stages]:
     """Pipeline ranks that have a weight which the outputs of a step's own call depend on, but the step does not.
 
     Args:
         for_call: ``plan`` with such weights that are frozen.
         first: programs of the training step of ``plan`` and ``graph``.
+        names: of the model's parameters and buffers.
     """
     used = stages_of(plan, first)
-    if len(plan.step.chunks) == 1 or all(state.path in used for state in graph.states):
+    if len(plan.step.chunks) == 1 or all(state.path in used for state in graph.states if state.path in names):
         return {}
 
     def cut(split: BatchSplit) -> StepPrograms:
