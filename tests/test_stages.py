@@ -304,6 +304,18 @@ def test_a_call_whose_weights_are_trained_in_an_earlier_chunk_is_refused() -> No
             parallel(x=batch["x"])
 
 
+def assert_calls_are_one_devices(build: type[nn.Module], output: str, **fix: Any) -> None:
+    """A call without a target, whose parts are joined, gives ``output`` as one device does."""
+    model = seeded(build)
+    batch = models.batch_of(model)
+    expected = model(x=batch["x"])[output].detach()
+    plan = plan_of(build, pp=2, **fix)
+    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
+        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
+        parts = parallel(x=batch["x"])[output]
+        torch.testing.assert_close(layout.join(parts, ("R", "R", "R")), expected, rtol=1e-12, atol=1e-12)
+
+
 class Scales(models.Chain):
     """Without a target, what comes out is multiplied by numbers that training does not have."""
 
@@ -315,14 +327,7 @@ class Scales(models.Chain):
 
 
 def test_a_call_may_have_literals_that_training_does_not() -> None:
-    model = seeded(Scales)
-    batch = models.batch_of(model)
-    expected = model(x=batch["x"])["y"].detach()
-    plan = plan_of(Scales, pp=2, num_microbatches=4)
-    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
-        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
-        parts = parallel(x=batch["x"])["y"]
-        torch.testing.assert_close(layout.join(parts, ("R", "R", "R")), expected, rtol=1e-12, atol=1e-12)
+    assert_calls_are_one_devices(Scales, "y", num_microbatches=4)
 
 
 class TiedEnds(models.Chain):
@@ -338,14 +343,7 @@ class TiedEnds(models.Chain):
 
 
 def test_a_tied_weight_is_used_in_the_chunk_that_has_the_others_of_its_operator() -> None:
-    model = seeded(TiedEnds)
-    batch = models.batch_of(model)
-    expected = model(x=batch["x"])["y"].detach()
-    plan = plan_of(TiedEnds, pp=2, num_microbatches=2)
-    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
-        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
-        parts = parallel(x=batch["x"])["y"]
-        torch.testing.assert_close(layout.join(parts, ("R", "R", "R")), expected, rtol=1e-12, atol=1e-12)
+    assert_calls_are_one_devices(TiedEnds, "y", num_microbatches=2)
 
 
 class AlsoShares(models.Chain):
@@ -359,11 +357,4 @@ class AlsoShares(models.Chain):
 
 
 def test_a_call_may_have_operators_that_training_does_not() -> None:
-    model = seeded(AlsoShares)
-    batch = models.batch_of(model)
-    expected = model(x=batch["x"])["shares"].detach()
-    plan = plan_of(AlsoShares, pp=2, dp=2, num_microbatches=2)
-    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
-        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
-        parts = parallel(x=batch["x"])["shares"]
-        torch.testing.assert_close(layout.join(parts, ("R", "R", "R")), expected, rtol=1e-12, atol=1e-12)
+    assert_calls_are_one_devices(AlsoShares, "shares", dp=2, num_microbatches=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -26,6 +26,7 @@ from runtime.parameters.saved_parts import refuse_parts_of_others
 from runtime.parameters.sharded import SCALARS, ShardedParameter
 from runtime.parameters.tensors import ParameterTensor
 from runtime.torch_compat.dtensors import has_step_hooks, local_part, local_parts, spec_of
+from runtime.torch_compat.optimizer_loads import watch_loads
 
 #: Each element of a parameter is updated from that element of its gradient and state, and from numbers.
 ELEMENTWISE = frozenset(
@@ -84,6 +85,7 @@ def optimizers_of(parameters: Collection[ShardedParameter]) -> list[torch.optim.
 def _watch_optimizers() -> None:
     hooks.register_optimizer_step_pre_hook(_before_step)
     hooks.register_optimizer_step_post_hook(_after_step)
+    watch_loads(_before_load)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -97,16 +99,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _refuse_state_on_device(optimizer)
     if _is_elementwise(optimizer, args, kwargs):
         _lend(optimizer)
-    else:
-        for parameter in _parameters_of(optimizer):
-            if isinstance(parameter, ShardedParameter):
-                _refuse_loaded_parts(parameter, optimizer.state.get(parameter, {}))
 
 
-def _refuse_loaded_parts(parameter: ShardedParameter, entry: dict[str, Any]) -> None:
-    """Refuse state that was read from another rank's file since the last step."""
-    named = ((f"{key!r} of {parameter.path!r}", value) for key, value in entry.items())
-    refuse_parts_of_others(named, of_stage=parameter.of_stage)
+def _before_load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuse state that another rank saved, before it is cast and moved, which leaves no trace of that."""
+    parameters = list(_parameters_of(optimizer))
+    sharded = [one for one in parameters if isinstance(one, ShardedParameter)]
+    if not sharded:
+        return
+    numbers = [number for group in state_dict.get("param_groups", ()) for number in group["params"]]
+    paths = {number: getattr(one, "path", number) for number, one in zip(numbers, parameters)}
+    named = (
+        (f"{key!r} of {paths.get(number, number)!r}", value)
+        for number, entry in state_dict.get("state", {}).items()
+        if isinstance(entry, Mapping)
+        for key, value in entry.items()
+    )
+    refuse_parts_of_others(named, of_stage=any(one.of_stage for one in sharded))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -222,9 +231,7 @@ def _lend(optimizer: torch.optim.Optimizer) -> None:
         if lent is not None:
             again[id(parameter)] = lent
             state[parameter.owner] = lent.local
-            continue
-        _refuse_loaded_parts(parameter, entry)
-        if _is_placed_alike(entry, parameter):
+        elif _is_placed_alike(entry, parameter):
             state[parameter.owner] = dict(zip(entry, local_parts(entry.values())))
         else:
             return
