@@ -12,6 +12,7 @@ from tests.ranks import run_on_ranks
 #: Layout → (fix, optimizer, whether parameters are whole on every rank).
 CASES = {
     "in pieces": ({"dp": 2, "zero": 3}, "AdamW", False),
+    "in pieces of one buffer": ({"dp": 2, "zero": 1}, "AdamW", False),
     "in pieces, not element by element": ({"dp": 2, "zero": 3}, "Adafactor", False),
     "whole": ({"dp": 2, "zero": 0}, "AdamW", True),
 }

@@ -179,7 +179,12 @@ class ParameterTensor(DTensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
+        local = local_part(self).detach()
+        if (
+            local.untyped_storage().nbytes() > local.nbytes
+        ):  # files would hold it all, and torch saves no DTensor inside
+            local = local.clone()
+        plain: DTensor = dtensor_over(DTensor, local, spec_of(self))
         return note_rank(plain).__reduce_ex__(protocol)
 
 
