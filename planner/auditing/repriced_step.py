@@ -123,19 +123,14 @@ def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
 class _StepPricer:
     def __init__(self, graph: Graph, plan: Plan, step: StepPlan, cluster: Cluster) -> None:
         self.step = step
-        sizes = dict(step.axes)
-        experts = sizes.pop(EXPERT, 1)
-        self.layout = MeshLayout(
-            sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes), expert=experts,
-            zero_ranks=step.zero_ranks,
-        )  # fmt: skip
+        self.layout = MeshLayout.of_sizes(step.axes, zero_ranks=step.zero_ranks)
         self.links = Links.of(cluster, self.layout)
         self.extrapolation = None if cluster.profile is None else Extrapolation(cluster.profile)
         self.links.axes.extrapolation = self.extrapolation
         self.schedule = "1f1b" if self.layout.pipeline == 1 else step.schedule
         self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None, step.optimizer_on_host)
         pieces = self.layout.data * step.num_microbatches
-        exchanging = {EXPERT: experts} if experts > 1 else {}
+        exchanging = {EXPERT: self.layout.expert} if self.layout.expert > 1 else {}
         cuts = {DATA: pieces, **exchanging, CONTEXT: self.layout.context, TENSOR: self.layout.tensor}
         mesh = MeshShape.from_dict(cuts)
         pricing = StepPricing(

@@ -126,10 +126,13 @@ def add_robustness(commands: Any) -> None:
         commands,
         "robustness",
         help="by which factor the cluster's figures must be wrong before another plan wins",
-        examples=["planner robustness plan.json"],
+        examples=["planner robustness plan.json", "planner robustness plan.json --figure 'memory of *'"],
     )
     add_plan_argument(parser)
     add_model_of_plan_argument(parser)
+    parser.add_argument(
+        "--figure", action="append", metavar="NAME", help="look at this figure alone, or a pattern; may be repeated"
+    )
     parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for each of the searches")
     parser.set_defaults(command=_robustness)
 
@@ -242,6 +245,11 @@ def _robustness(options: argparse.Namespace) -> int:
     from passes.plan import Plan
     from planner.inspection.robustness import robustness, robustness_table
 
-    rows = robustness(Plan.load(options.plan), model=read_model(options.model), time_limit=options.time_limit)
+    rows = robustness(
+        Plan.load(options.plan),
+        model=read_model(options.model),
+        figures=options.figure or ("*",),
+        time_limit=options.time_limit,
+    )
     print(printable_lines(robustness_table(rows)))
     return 0

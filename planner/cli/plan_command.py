@@ -10,7 +10,6 @@ from cost_models.cluster_format import SLOWEST, UNEQUAL
 from cost_models.files import check_writable
 from cost_models.island_cluster import has_islands
 from cost_models.text import printable, printable_lines
-from cost_models.unequal_devices import refuse_unequal
 from planner.cli.freeze_command import add_cache_arguments, run_training_timeline
 from planner.cli.island_command import run_island_plan
 from planner.cli.option_scopes import (
@@ -352,8 +351,6 @@ def _where(options: argparse.Namespace) -> dict[str, Any]:
     cluster = as_cluster(options.cluster, num_devices=num_devices)
     if options.unequal is not None:
         cluster = replace(cluster, unequal=options.unequal)
-    if options.compare or options.layout:
-        refuse_unequal(cluster, "the price of other layouts beside the plan")
     where = {"cluster": cluster, "mesh": shape}
     forbids_choice = any("=" in text for text in options.forbid)
     if shape is None or forbids_choice or asks_for_step(shape.names, said(_step_options(options))):

@@ -10,6 +10,7 @@ from typing import Any
 from cost_models import Cluster
 from cost_models.short_text import ShortRepr
 from cost_models.step_time import step_memory
+from cost_models.unequal_devices import orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds, format_table
@@ -95,12 +96,22 @@ def compare_saved(plan: Plan, names: Sequence[str], *, model: Any = None) -> tup
 def _layouts(
     plan: Plan, graph: Graph, names: Sequence[str], layouts: Sequence[UserLayout], config: Any, demands: Demands
 ) -> Iterator[ComparedLayout]:
-    cluster = Cluster.from_dict(dict(plan.cluster))
     space = BaselineSpace(graph, config=config, compiled=plan.step.compiled)
-    for layout in layouts:
-        yield _compared(layout.text, best_of_layout(layout, space, cluster, demands))
-    for name in names:
-        yield _compared(name, best_of_baseline(name, space, cluster, demands))
+    in_orders = [
+        [
+            *(best_of_layout(layout, space, cluster, demands) for layout in layouts),
+            *(best_of_baseline(name, space, cluster, demands) for name in names),
+        ]
+        for cluster in orders(Cluster.from_dict(dict(plan.cluster)))
+    ]
+    for name, results in zip([*(layout.text for layout in layouts), *names], zip(*in_orders)):
+        yield _compared(name, _best(results))
+
+
+def _best(results: Sequence[Priced | Missing]) -> Priced | Missing:
+    """The best of a layout's orders of unequal devices."""
+    priced = [each for each in results if isinstance(each, Priced)]
+    return min(priced, key=lambda each: each.simulated, default=results[0])
 
 
 def _compared(name: str, best: Priced | Missing) -> ComparedLayout:
@@ -108,7 +119,8 @@ def _compared(name: str, best: Priced | Missing) -> ComparedLayout:
         return ComparedLayout(name, None, 0.0, best.reason)
     solution = best.judged.solution
     units = {label for groups in solution.assignment for label in _labels(solution, groups)}
-    what = f"{solution.candidate}; {', '.join(sorted(units))}"
+    devices = " → ".join(dict.fromkeys(name for name, _ in best.search.device_limits(solution.candidate)))
+    what = f"{solution.candidate}; {', '.join(sorted(units))}{f'; on {devices}' if devices else ''}"
     return ComparedLayout(name, best.simulated, max(step_memory(best.judged.step)), what)
 
 

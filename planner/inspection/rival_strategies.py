@@ -35,7 +35,7 @@ from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.sharding import Cut, ShardingSpace, solved_sharding
 from planner.whole_step.costs.stage_devices import conversion_at, level_one_of, option_at
-from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
 from planner.whole_step.costs.unit_costs import StepUnits
 
 
@@ -149,10 +149,8 @@ def _of_step(space: ShardingSpace, plan: Plan, cluster: Cluster) -> tuple[Shardi
     step_units = StepUnits.of(space, compiled=step.compiled, offload=step.offloads_activations)
     if CHUNKED_LOSS in step.recompute:
         space.unconverted = step_units.logits
-    experts = sizes.get(EXPERT, 1)
-    order = tuple(axis for axis in sizes if axis != EXPERT)
-    layout = MeshLayout(sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order, experts)
-    cut = Cut(sizes[DATA] * step.num_microbatches, sizes[CONTEXT], sizes[TENSOR], experts)
+    layout = MeshLayout.of_sizes(sizes)
+    cut = Cut(sizes[DATA] * step.num_microbatches, sizes[CONTEXT], sizes[TENSOR], layout.expert)
     level_one = level_one_of(cluster, space, step_units)
     sharded = level_one.sharded(cut, layout, level_one.links_on(layout))
     if sharded is None:

@@ -15,31 +15,32 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cost_models import Cluster
 from cost_models.short_text import ShortRepr, fold
-from cost_models.unequal_devices import refuse_unequal
+from cost_models.unequal_devices import device_kinds, kinds_of_stages, orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_table
 from planner.auditing.repriced_step import reprice
-from planner.inspection.cluster_figures import Figure, figures_of
+from planner.inspection.cluster_figures import Figure, figures_named
 from planner.inspection.nearest_lead import MAX_SEARCHES, nearest_lead
 from planner.inspection.plan_graph import graph_of_plan
+from planner.inspection.winner_search import winner_search
 from planner.solvers.collection import no_collection
-from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import FRAMEWORK, NEVER, Demands, read_demands
-from planner.whole_step.candidates.expert_layouts import CappedSearch
+from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.costs.stage_devices import level_one_of
+from planner.whole_step.costs.step_prices import PIPELINE
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.offloading import within_hosts
-from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import extract, judge
 
 #: A plan wins where it is faster by more than this share.
@@ -97,18 +98,21 @@ def robustness(
     model: Any = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     loss_fn: Callable[..., Any] | None = None,
+    figures: Sequence[str] = ("*",),
     time_limit: float | None = 90.0,
     max_programs: float | None = None,
 ) -> tuple[BreakEven, ...]:
     """For each figure of the plan's cluster, smaller and larger: from which factor on another plan wins, and which.
 
     Args:
+        figures: names, or patterns of them, of the figures to look at: ``("memory of *",)``.
         model, example_inputs, loss_fn: as ``planner.inspection.plan_graph.graph_of_plan``.
         time_limit, max_programs: of each search, as ``planner.plan`` takes them. A figure takes up to
             ``planner.inspection.nearest_lead.MAX_SEARCHES`` in each direction, mostly two to four.
 
     Raises:
-        ValueError: for a plan on a given mesh, one within what a framework can say, or as ``graph_of_plan``.
+        ValueError: for a plan on a given mesh, one within what a framework can say, a pattern that no figure has, or
+            as ``graph_of_plan``.
 
     Example:
         >>> print(robustness_table(robustness(Plan.load("plan.json"))))
@@ -123,31 +127,19 @@ def robustness(
             "without --for (framework=)"
         )
     cluster = Cluster.from_dict(dict(plan.cluster))
-    refuse_unequal(cluster, "robustness")
+    chosen = figures_named(cluster, figures)
     with graph_of_plan(plan, model, example_inputs=example_inputs, loss_fn=loss_fn) as graph:
         rivals = _Rivals(graph, plan, cluster, time_limit=time_limit, max_programs=max_programs)
-        return tuple(
-            rivals.break_even(figure, larger=larger) for figure in figures_of(cluster) for larger in (False, True)
-        )
+        return tuple(rivals.break_even(figure, larger=larger) for figure in chosen for larger in (False, True))
 
 
 @dataclass(frozen=True)
 class _Winner:
-    """A plan that wins at some factor, and what it is."""
+    """A plan that wins at some factor, and what it is; ``cluster``: the one assumed, in the plan's order of devices."""
 
     plan: Plan
     what: str
-
-
-class _WinnerSearch(CappedSearch):
-    """A search for plans below its limit: no other stops it, and where there is none it proves that, down to it."""
-
-    def _add(self, solution: StepSolution) -> None:
-        if solution.seconds < self.limit:
-            super()._add(solution)
-
-    def _stage_cutoff(self, gap: float) -> tuple[float, float]:
-        return super()._stage_cutoff(gap) if self.solutions or math.isinf(self.limit) else (self.limit, 0.0)
+    cluster: Cluster
 
 
 class _Rivals:
@@ -172,12 +164,11 @@ class _Rivals:
             max_programs=max_programs,
         )
         fusion = fuse(graph) if step.compiled else None
+        self.orders = tuple(orders(cluster))
         self.space = ShardingSpace.of(graph, fusion=fusion, pins=plan.constraints, overlap_tensor=step.overlap_tensor)
         self.step_units = StepUnits.of(self.space, compiled=step.compiled, offload=step.offloads_activations)
-        #: Shardings on the plan's own cluster, which other memory does not change.
-        self.level_one = LevelOne(cluster, self.space, self.step_units)
-        self.fullest = max(rank.total for rank in step.memory)
-        self.usable = cluster.device.usable_bytes * (1.0 - step.headroom)
+        #: Shardings on the plan's own cluster, which other memory does not change where devices are equal.
+        self.level_one = level_one_of(cluster, self.space, self.step_units)
 
     def break_even(self, figure: Figure, *, larger: bool) -> BreakEven:
         """The factor nearest to 1 from which on another plan wins."""
@@ -200,25 +191,51 @@ class _Rivals:
 
     def _where_the_plan_breaks(self, figure: Figure) -> BreakEven:
         """The factor of memory at which the plan still fits: with less nothing is faster."""
-        limit, proved_to = self.fullest / self.usable, max(MARGIN, self.plan.certificate.gap)
+        held, proved_to = self.fullest(figure, self.plan, self.cluster), max(MARGIN, self.plan.certificate.gap)
+        limit = held / self.usable(figure)
         if limit < 1.0 / LARGEST:
             return BreakEven(figure.name, False, None, proved_to=proved_to)
-        reason = f"its fullest device holds {format_bytes(self.fullest)}"
-        winner, _ = self.search(figure.at(self.cluster, limit * (1.0 - BEFORE)), self.level_one)
+        reason = f"its fullest device holds {format_bytes(held)}"
+        winner, _ = self.search(figure, limit * (1.0 - BEFORE))
         rival = "nothing fits" if winner is None else winner.what
         plan = winner.plan if winner else None
         return BreakEven(figure.name, False, limit, rival, plan, proved_to, reason, searches=1)
 
+    def usable(self, figure: Figure) -> float:
+        """Bytes that a plan may take on each device whose memory ``figure`` is."""
+        assert figure.device is not None
+        return figure.device.usable_bytes * (1.0 - self.plan.step.headroom)
+
+    def fullest(self, figure: Figure, plan: Plan, cluster: Cluster) -> float:
+        """Bytes that a plan takes on the fullest device that ``figure`` is of; ``cluster``: in the plan's order."""
+        if not cluster.has_unequal_devices:
+            return max(rank.total for rank in plan.step.memory)
+        kinds, layout = device_kinds(cluster), MeshLayout.of_sizes(plan.step.axes)
+        stages = kinds_of_stages(kinds, num_stages=layout.pipeline, stride=layout.stride(PIPELINE))
+        alike = {index for index, kind in enumerate(kinds) if kind.device == figure.device}
+        return max(rank.total for rank, stage in zip(plan.step.memory, stages, strict=True) if stage & alike)
+
     def level_one_at(self, figure: Figure, cluster: Cluster) -> LevelOne:
         """Shardings on a cluster with another figure."""
-        return self.level_one if figure.is_memory else LevelOne(cluster, self.space, self.step_units)
+        if figure.is_memory and not cluster.has_unequal_devices:
+            return self.level_one
+        return level_one_of(cluster, self.space, self.step_units)
 
-    def search(self, cluster: Cluster, level_one: LevelOne, limit: float = math.inf) -> tuple[_Winner | None, float]:
-        """The best plan that takes less than ``limit`` seconds, and the search's lower bound of all."""
-        search = _WinnerSearch(level_one, cluster, self.demands, limit=limit)
-        outcome = within_hosts(search, search.run())
-        winner = _as_winner(search, outcome, cluster, self.plan) if outcome.solutions else None
-        return winner, outcome.bound
+    def search(self, figure: Figure, factor: float, limit: float = math.inf) -> tuple[_Winner | None, float]:
+        """The best plan that takes less than ``limit`` seconds where a figure is ``factor`` times what is assumed, its
+        devices in any order, and the searches' lower bound of all."""
+        winner, bound = None, math.inf
+        for ordered in self.orders:
+            changed = figure.at(ordered, factor)
+            search = winner_search(self.level_one_at(figure, changed), changed, self.demands, limit=limit)
+            outcome = within_hosts(search, search.run())
+            bound = min(bound, outcome.proved)
+            if outcome.solutions:
+                limit = outcome.solutions[0].seconds
+                judged = judge(outcome.solutions[0])
+                plan = extract(search, outcome, judged, [], cluster=changed, constraints=self.plan.constraints)
+                winner = _Winner(plan, _what(plan, str(judged.solution.candidate)), ordered)
+        return winner, bound
 
     def objective(self, plan: Plan, cluster: Cluster) -> float:
         """Seconds of a plan's step on a changed cluster."""
@@ -245,14 +262,17 @@ class _Way:
         """The distance of what is ``BEFORE`` before a factor."""
         return abs(math.log(1.0 + BEFORE if self.larger else 1.0 - BEFORE))
 
-    def cluster_at(self, distance: float) -> Cluster:
-        return self.figure.at(self.rivals.cluster, self.factor(distance))
+    def ours(self, distance: float) -> float:
+        """Seconds of the plan itself."""
+        return self.rivals.objective(self.rivals.plan, self.figure.at(self.rivals.cluster, self.factor(distance)))
+
+    def theirs(self, winner: _Winner, distance: float) -> float:
+        """Seconds of another plan."""
+        return self.rivals.objective(winner.plan, self.figure.at(winner.cluster, self.factor(distance)))
 
     def winner_at(self, distance: float) -> _Winner | None:
-        cluster = self.cluster_at(distance)
-        ours = self.rivals.objective(self.rivals.plan, cluster)
-        level_one = self.rivals.level_one_at(self.figure, cluster)
-        winner, bound = self.rivals.search(cluster, level_one, limit=ours * (1.0 - MARGIN))
+        ours = self.ours(distance)
+        winner, bound = self.rivals.search(self.figure, self.factor(distance), limit=ours * (1.0 - MARGIN))
         if winner is None:
             self.proofs.append((distance, 1.0 - bound / ours))
         return winner
@@ -266,24 +286,22 @@ class _Way:
         """Where between two distances the winner begins to win."""
 
         def behind(distance: float) -> float:
-            cluster = self.cluster_at(distance)
-            ours, theirs = (self.rivals.objective(plan, cluster) for plan in (self.rivals.plan, winner.plan))
-            return theirs / (ours * (1.0 - MARGIN)) - 1.0
+            return self.theirs(winner, distance) / (self.ours(distance) * (1.0 - MARGIN)) - 1.0
 
         return _root(behind, near, far)
 
     def fits_from(self, winner: _Winner, near: float, far: float) -> float:
         """From which memory on the winner fits."""
-        used = max(rank.total for rank in winner.plan.step.memory)
-        return min(max(near, math.log(used / self.rivals.usable)), far)
+        used = self.rivals.fullest(self.figure, winner.plan, winner.cluster)
+        return min(max(near, math.log(used / self.rivals.usable(self.figure))), far)
 
 
-def _as_winner(search: Search, outcome: Outcome, cluster: Cluster, plan: Plan) -> _Winner:
-    solution = outcome.solutions[0]
-    extracted = extract(search, outcome, judge(solution), [], cluster=cluster, constraints=plan.constraints)
-    labels = {(group.recompute, group.zero) for chunk in extracted.step.chunks for group in chunk.groups}
+def _what(plan: Plan, candidate: str) -> str:
+    """A plan in a line: its candidate, what is recomputed, and ZeRO."""
+    labels = {(group.recompute, group.zero) for chunk in plan.step.chunks for group in chunk.groups}
     units = ", ".join(f"{recompute} zero-{zero}" for recompute, zero in sorted(labels))
-    return _Winner(extracted, f"{solution.candidate}; {units}")
+    devices = " → ".join(dict.fromkeys(stage.name for stage in plan.step.stage_devices))
+    return f"{candidate}; {units}{f'; on {devices}' if devices else ''}"
 
 
 def _root(behind: Callable[[float], float], near: float, far: float) -> float:

@@ -81,6 +81,10 @@ class CandidateProblems:
             memory=(self.memory,) * candidate.layout.pipeline,
         )
 
+    def has_problem(self, candidate: Candidate) -> bool:
+        """Whether the candidate's stages can be cut by a stage problem."""
+        return True
+
     def on_ranks(self, candidate: Candidate, sharded: Sharded) -> tuple[RankPrices, ...]:
         """By pipeline rank, what units cost there; ranks are alike."""
         return (RankPrices(self.setting(candidate), sharded.figures),) * candidate.layout.pipeline

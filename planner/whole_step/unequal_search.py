@@ -139,6 +139,11 @@ class UnequalSearch(Search):
         by_kinds = {stage: self._runs_on(stage, each, candidate, sharded) for stage, each in prices.items()}
         return self.problem_of(candidate, by_kinds)
 
+    def has_problem(self, candidate: Candidate) -> bool:
+        """Whether stages are alike, or the schedule is one of those whose closed form holds for others."""
+        alike = len(set(self.devices.of_stages(candidate.layout))) == 1
+        return alike or (candidate.schedule in UNEQUAL_SCHEDULES and candidate.chunks_per_rank == 1)
+
     def _runs_on(
         self, stage: frozenset[int], prices: RankPrices, candidate: Candidate, sharded: Sharded
     ) -> tuple[UnitRun, ...]:

@@ -24,7 +24,7 @@ from planner.sharding_ilp.role_restrictions import alike
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
 from planner.whole_step.candidates.demands import ZERO_RANKS, Demands
-from planner.whole_step.candidates.mesh_layout import ORDERS, Links
+from planner.whole_step.candidates.mesh_layout import ORDERS
 from planner.whole_step.candidates.tensor_roles import (
     TensorRoles,
     megatron_roles,
@@ -36,10 +36,12 @@ from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.costs.stage_devices import WeightedLevelOne, level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.costs.unit_figures import UnitFigures
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, extract, judge
+from planner.whole_step.unequal_search import UnequalSearch, check_unequal
 
 Splitter = Literal["megatron", "megatron without sequence parallelism", "redco", "transformers", "deepspeed"]
 Cutter = Literal["parameters", "greedy", "layers"]
@@ -191,12 +193,15 @@ def best_of_rules(
     name: str, row: StepBaseline, level_one: LevelOne, cluster: Cluster, demands: Demands, *, within_node: bool = True
 ) -> Priced | Missing:
     """The best solution that the rules of ``row`` allow; ``within_node``: no tensor axis is longer than a node."""
+    refused = refusal_on_unequal(row, cluster, demands)
+    if refused is not None:
+        return Missing(name, refused)
     best: Priced | None = None
     lacks: list[float] = []
     for uniform_demands in _uniform(row, demands):
         limit = float("inf") if best is None else best.seconds * (1.0 + NEAR)
         allowed = neighbours_only(uniform_demands, cluster) if within_node else uniform_demands
-        search = CappedSearch(level_one, cluster, allowed, limit=limit)
+        search = capped_search(level_one, cluster, allowed, limit=limit)
         outcome = search.run() if row.cuts is None else _with_cuts(search, row.cuts)
         lacks.extend(outcome.shortfalls.values())
         for judged in _near(outcome):
@@ -206,6 +211,15 @@ def best_of_rules(
         return best
     nothing = "no data axis crosses a level of links" if row.is_hybrid else "no mesh shape divides"
     return Missing(name, f"lacks {min(lacks) / 2**30:.1f} GiB" if lacks else nothing)
+
+
+def refusal_on_unequal(row: StepBaseline, cluster: Cluster, demands: Demands) -> str | None:
+    """Why the rules of ``row`` have no price on unequal devices; None if they have, or devices are equal."""
+    try:
+        check_unequal(cluster, replace(demands, fixed={**demands.fixed, **_allowed(row, demands)}), "time")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 class BaselineSpace:
@@ -247,7 +261,7 @@ class BaselineSpace:
         """Shardings on ``cluster`` under the rules of ``tensor``, cached for the last cluster."""
         level = self._level_ones.get(tensor)
         if level is None or level.cluster is not cluster:
-            level = self._level_ones[tensor] = LevelOne(cluster, *self._space(tensor))
+            level = self._level_ones[tensor] = level_one_of(cluster, *self._space(tensor))
         return level
 
     def _space(self, tensor: Splitter | None) -> tuple[ShardingSpace, StepUnits]:
@@ -286,9 +300,24 @@ class CappedSearch(Search):
         return min(self.limit, super()._cutoff())
 
 
+class CappedUnequalSearch(CappedSearch, UnequalSearch):
+    """The same on unequal devices."""
+
+
+def capped_search(level_one: LevelOne, cluster: Cluster, demands: Demands, *, limit: float) -> CappedSearch:
+    """The search on a cluster, whatever its devices, that prunes candidates slower than ``limit`` seconds."""
+    kind = CappedUnequalSearch if isinstance(level_one, WeightedLevelOne) else CappedSearch
+    return kind(level_one, cluster, demands, limit=limit)
+
+
+def _allowed(row: StepBaseline, demands: Demands) -> dict[str, frozenset[Any]]:
+    """The values of the baseline's choices that ``demands`` allow."""
+    return {name: frozenset(demands.among(name, values)) for name, values in row.fixed.items()}
+
+
 def _uniform(row: StepBaseline, demands: Demands) -> Iterator[Demands]:
     """The demands with the baseline's, once for every recompute policy and ZeRO stage that all layers may have."""
-    fixed = {name: frozenset(demands.among(name, values)) for name, values in row.fixed.items()}
+    fixed = _allowed(row, demands)
     if row.is_hybrid:
         everyone = demands.forbidden.get(ZERO_RANKS, frozenset()) | {0}
         demands = replace(demands, forbidden={**demands.forbidden, ZERO_RANKS: everyone})
@@ -330,18 +359,18 @@ class _BestSolutions:
 
 def _with_cuts(search: CappedSearch, cuts: Cutter) -> Outcome:
     """Solve every candidate with the pipeline cut by rule, for fixed recompute and ZeRO."""
-    level_one, best_solutions = search.level_one, _BestSolutions()
+    best_solutions = _BestSolutions()
     lacks: dict[Candidate, float] = {}
     bounded: list[tuple[float, int, Candidate]] = []
-    for index, candidate in enumerate(_all_candidates(search)):
+    for index, candidate in enumerate(filter(search.has_problem, _all_candidates(search))):
         least = search.bounds.whole(candidate.cut)
         if least < float("inf"):
-            bounded.append((candidate.bound(least), index, candidate))
+            bounded.append((search.step_bound(candidate, least), index, candidate))
     for least, _, candidate in sorted(bounded):
         if least >= best_solutions.limit(search.limit):
             break
-        sharded = level_one.sharded(candidate.cut, candidate.layout, Links.of(search.cluster, candidate.layout))
-        if sharded is None or candidate.bound(sharded.seconds) >= best_solutions.limit(search.limit):
+        sharded = search.sharded(candidate)
+        if sharded is None or search.step_bound(candidate, sharded.seconds) >= best_solutions.limit(search.limit):
             continue
         solution, missing = _cut(search.problem(candidate, sharded), candidate, sharded, cuts)
         if missing > 0:

@@ -43,6 +43,13 @@ class MeshLayout:
     expert: int = 1
     zero_ranks: int = 0
 
+    @classmethod
+    def of_sizes(cls, sizes: Mapping[str, int], *, zero_ranks: int = 0) -> MeshLayout:
+        """The layout whose ``sizes`` these are, as a plan has them."""
+        order = tuple(axis for axis in sizes if axis != EXPERT)
+        pipeline, data, context, tensor = (sizes[axis] for axis in (PIPELINE, DATA, CONTEXT, TENSOR))
+        return cls(pipeline, data, context, tensor, order, sizes.get(EXPERT, 1), zero_ranks)
+
     def __hash__(self) -> int:
         return self._hash
 

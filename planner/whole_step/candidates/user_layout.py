@@ -14,7 +14,6 @@ from typing import Any
 from cost_models import Cluster
 from cost_models.fields import suggest
 from passes.plan.step_plan import ON_HOST
-from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import CHOICES, Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import (
     BaselineSpace,
@@ -23,12 +22,14 @@ from planner.whole_step.candidates.expert_layouts import (
     Splitter,
     StepBaseline,
     best_of_rules,
+    refusal_on_unequal,
 )
-from planner.whole_step.candidates.infeasible import infeasible
+from planner.whole_step.candidates.infeasible import infeasible, infeasible_on_unequal
 from planner.whole_step.candidates.mesh_layout import AXES
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.step_prices import DATA
+from planner.whole_step.unequal_search import search_of
 
 #: What other frameworks call choices of ours.
 ALIASES: Mapping[str, str] = {
@@ -121,11 +122,15 @@ def best_of_layout(layout: UserLayout, space: BaselineSpace, cluster: Cluster, d
 
 def _reason(row: StepBaseline, level_one: LevelOne, cluster: Cluster, demands: Demands) -> str:
     """Why nothing meets the layout, and what would help."""
+    refused = refusal_on_unequal(row, cluster, demands)
+    if refused is not None:
+        return refused
     fixed = {name: frozenset(values) for name, values in row.fixed.items()}
-    search = Search(level_one, cluster, Demands(fixed, headroom=demands.headroom, memory_limit=demands.memory_limit))
+    only_these = Demands(fixed, headroom=demands.headroom, memory_limit=demands.memory_limit)
+    search = search_of(level_one, cluster, only_these)
     outcome = search.run()
-    return (
-        "no recompute policy and ZeRO stage for all layers fits"
-        if outcome.solutions
-        else str(infeasible(search, outcome))
-    )
+    if outcome.solutions:
+        return "no recompute policy and ZeRO stage for all layers fits"
+    if cluster.has_unequal_devices:
+        return str(infeasible_on_unequal(cluster, (outcome,)))
+    return str(infeasible(search, outcome))
