@@ -82,11 +82,12 @@ def plan(
         memory_limit: bytes that a device may hold; None for what it has (with ``mesh``: no bound).
         constraints: pins by glob on names, ``{"model.layers.*.mlp.*": {"tp": "S(0)"}}``.
         forbid_collectives: with ``mesh``: collectives that the plan must not use (``("all_gather",)``).
-        time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap. None: 90, for
-            a model with experts 600.
+        time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap. None: what
+            ends it is the same on every machine (``max_programs``; with ``mesh`` an effort of the solver, of about 90
+            s), and the clock only after 600.
         max_programs: how many integer programs the search of a whole step may solve, in all about as long as so many
             tenths of seconds; on reaching it the best plan so far is returned with its gap, the same on every machine.
-            None: no limit, but 400 for a model with experts.
+            None: 900 unless there is a ``time_limit``, but 400 for a model with experts.
         fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. There are
             ``pp``, ``dp``, ``cp``, ``tp`` (the axes that a mesh beside them may have), ``micro_batch`` (samples on a
             device at a time), ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``,
@@ -127,7 +128,6 @@ def plan(
     """
     from planner.solvers.pulp_solver import solver_named
     from planner.whole_step.candidates.demands import (
-        TIME_LIMIT,
         asks_for_step,
         check_count,
         fixed_axes,
@@ -202,7 +202,7 @@ def plan(
                 memory_limit=memory_limit,
                 constraints=constraints,
                 forbid_collectives=forbid_collectives,
-                time_limit=TIME_LIMIT if time_limit is None else time_limit,
+                time_limit=time_limit,
                 solver=solver,
                 write_lp=write_lp,
             )

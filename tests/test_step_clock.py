@@ -12,9 +12,10 @@ from transformers import LlamaConfig
 from cost_models import Cluster
 from passes.capture import capture
 from passes.ir.graph import Graph
+from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.pipeline_ilp.stage_ilp import solve_stages
-from planner.planning import capture_for_planning
+from planner.planning import capture_for_planning, plan_graph
 from planner.solvers.linear import EFFORT_LIMIT, SECOND, TIME_LIMIT
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
@@ -33,7 +34,7 @@ def graph() -> Graph:
     return capture_for_planning(config, batch_size=16, seq_len=512)
 
 
-def plan(*, time_limit: float) -> Plan:
+def plan(*, time_limit: float | None) -> Plan:
     return plan_step(graph(), Cluster.parse("dgx-h100:1"), read_demands(UNEVEN, time_limit=time_limit))
 
 
@@ -71,6 +72,29 @@ def test_a_search_with_experts_ends_after_so_many_programs_however_slow_the_mach
     assert quiet.certificate.status.startswith(EFFORT_LIMIT)
     run_clocks(monkeypatch, times=20.0)
     assert plan_step(experts, Cluster.parse("dgx-h100:1"), read_demands(time_limit=1e6)) == quiet
+
+
+def test_a_search_without_experts_ends_after_so_many_programs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user gives it seconds."""
+    monkeypatch.setattr("planner.whole_step.candidates.demands.PROGRAMS", 2.0)
+    quiet = plan(time_limit=None)
+    assert quiet.certificate.status.startswith(EFFORT_LIMIT)
+    run_clocks(monkeypatch, times=20.0)
+    assert plan(time_limit=None) == quiet
+    assert not plan(time_limit=1e6).certificate.status.startswith(EFFORT_LIMIT)
+
+
+def test_a_search_on_a_mesh_ends_after_the_same_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_mesh() -> Plan:
+        return plan_graph(graph(), Cluster.parse("dgx-h100:1"), mesh=MeshShape.parse("dp=2,tp=4"))
+
+    whole = on_mesh()
+    monkeypatch.setattr("planner.solvers.limits.DEFAULT_EFFORT", SECOND / 1000)
+    monkeypatch.setattr("planner.solvers.limits.DEFAULT_ITERATIONS", 20)
+    quiet = on_mesh()
+    assert whole.certificate.status != EFFORT_LIMIT and quiet.certificate.status == EFFORT_LIMIT
+    run_clocks(monkeypatch, times=20.0)
+    assert on_mesh() == quiet
 
 
 def test_a_search_that_time_stops_says_so() -> None:

@@ -26,7 +26,7 @@ def audit(
     loss_fn: Callable[..., Any] | None = None,
     cluster: Cluster | str | None = None,
     prove_bound: bool = True,
-    time_limit: float = 90.0,
+    time_limit: float | None = None,
 ) -> AuditReport:
     """Recompute every figure that ``plan`` claims from the plan, its model and its cluster alone.
 
@@ -36,7 +36,8 @@ def audit(
             a config, or a library name; None for the library name that the plan has.
         example_inputs, loss_fn: as in ``planner.plan``; without inputs, of the shapes that the plan has.
         cluster: hardware to price on; None for that in the plan.
-        prove_bound: search again for the lower bound, for at most ``time_limit`` seconds.
+        prove_bound: search again for the lower bound.
+        time_limit: seconds for that search, as of ``planner.plan``.
 
     Returns:
         a report with a row a figure; ``.ok`` says whether none is wrong, ``.table()`` shows it.
@@ -55,7 +56,7 @@ def audit(
     return audited(subject, prove_bound=prove_bound, time_limit=time_limit)
 
 
-def audited(subject: AuditSubject, *, prove_bound: bool, time_limit: float) -> AuditReport:
+def audited(subject: AuditSubject, *, prove_bound: bool, time_limit: float | None) -> AuditReport:
     """The report on a plan whose model is captured already."""
     step = subject.plan.step
     axes = ",".join(f"{axis}={size}" for axis, size in step.axes.items())
@@ -63,7 +64,7 @@ def audited(subject: AuditSubject, *, prove_bound: bool, time_limit: float) -> A
     return AuditReport(subject.plan.model, where, tuple(_rows(subject, prove_bound=prove_bound, time_limit=time_limit)))
 
 
-def _rows(subject: AuditSubject, *, prove_bound: bool, time_limit: float) -> Iterator[AuditRow]:
+def _rows(subject: AuditSubject, *, prove_bound: bool, time_limit: float | None) -> Iterator[AuditRow]:
     step, certificate = subject.plan.step, subject.plan.certificate
     yield from _or_refuted("tensors", lambda: tensor_rows(subject))
     yield from _or_refuted("price", lambda: figure_rows(subject))

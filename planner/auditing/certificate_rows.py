@@ -23,7 +23,7 @@ def gap_row(certificate: Certificate) -> AuditRow:
     return compared("gap", certificate.gap, gap, SHARE, least=1.0)
 
 
-def bound_rows(subject: AuditSubject, *, prove: bool, time_limit: float) -> Iterator[AuditRow]:
+def bound_rows(subject: AuditSubject, *, prove: bool, time_limit: float | None) -> Iterator[AuditRow]:
     """Search again under what the plan was demanded to be; what that proves must be no less than the claimed bound.
 
     Raises:
@@ -50,7 +50,7 @@ def _bound_row(claimed: Certificate, again: Certificate) -> AuditRow:
     return AuditRow(_BOUND, claimed.bound, again.bound, SECONDS, False, "searched again: only less can be proved")
 
 
-def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
+def search_again(subject: AuditSubject, *, time_limit: float | None) -> Plan:
     """The plan of a second search for what ``subject.plan`` was demanded to be."""
     plan, cluster, demands = subject.plan, subject.cluster, dict(subject.plan.certificate.demands)
     if not plan.step.decides_units:

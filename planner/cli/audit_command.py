@@ -36,7 +36,7 @@ def add_audit(commands: Any) -> None:
     parser.add_argument("--loss-fn", metavar="MODULE:FUNCTION", help="for a model that does not compute its own loss")
     parser.add_argument("--cluster", help="PRESET[:NODES] or a TOML file to price on (default: the plan's)")
     parser.add_argument("--no-bound", action="store_true", help="do not search again for the lower bound")
-    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for that search")
+    parser.add_argument("--time-limit", type=seconds, metavar="SECONDS", help="for that search, as of planner plan")
     parser.set_defaults(command=run_audit)
 
 

@@ -133,7 +133,9 @@ def add_robustness(commands: Any) -> None:
     parser.add_argument(
         "--figure", action="append", metavar="NAME", help="look at this figure alone, or a pattern; may be repeated"
     )
-    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for each of the searches")
+    parser.add_argument(
+        "--time-limit", type=seconds, metavar="SECONDS", help="for each of the searches, as of planner plan"
+    )
     parser.set_defaults(command=_robustness)
 
 

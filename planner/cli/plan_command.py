@@ -90,14 +90,14 @@ def add_plan(commands: Any) -> None:
         "--time-limit",
         type=seconds,
         metavar="SECONDS",
-        help="for the search (default: 90, of a model with experts 600)",
+        help="for the search (default: it ends at the same point on every machine, see --max-programs, or after 600)",
     )
     parser.add_argument(
         "--max-programs",
         type=count,
         metavar="N",
-        help="integer programs that the search of a whole step may solve, the same on every machine (default: no "
-        "limit, 400 for a model with experts)",
+        help="integer programs that the search of a whole step may solve, the same on every machine (default: 900 "
+        "unless --time-limit is given, 400 for a model with experts)",
     )
     add_solver_argument(parser)
     parser.add_argument(

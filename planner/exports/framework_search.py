@@ -20,7 +20,7 @@ from passes.plan import Plan
 from planner.exports.framework import Framework, inexpressible
 from planner.exports.plan_facts import PlanFacts
 from planner.pipeline_ilp.stage_problem import UnitRun
-from planner.solvers.linear import TIME_LIMIT
+from planner.solvers.linear import STOPPED
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import FRAMEWORK, ZERO_RANKS, Demands, recorded
 from planner.whole_step.candidates.expert_layouts import NEAR, BaselineSpace, CappedSearch, neighbours_only
@@ -95,15 +95,19 @@ def plan_for(
     tensor = framework.splitter if framework.splitter and space.roles(framework.splitter) is not None else None
     level_one = space.level_one(tensor, cluster)
     best: Plan | None = None
-    bound, reasons, lacks, late = float("inf"), list[str](), list[float](), False
-    deadline = time.monotonic() + demands.seconds_of(level_one.num_experts)
+    bound, reasons, lacks, stopped = float("inf"), list[str](), list[float](), ""
+    deadline, num_programs = time.monotonic() + demands.seconds, demands.programs_of(level_one.num_experts)
     for case, policy in cases_of(framework, demands, splits=tensor is not None):
         limit = float("inf") if best is None else best.certificate.objective * (1.0 + NEAR)
         # Without time left a search still gives its bound.
-        case = dataclasses.replace(neighbours_only(case, cluster), time_limit=max(0.0, deadline - time.monotonic()))
+        case = dataclasses.replace(
+            neighbours_only(case, cluster),
+            time_limit=max(0.0, deadline - time.monotonic()),
+            max_programs=num_programs,
+        )
         search = LayerSearch(level_one, cluster, case, limit=limit, policy=policy, progress=progress)
         outcome = search.run()
-        late = late or outcome.status == TIME_LIMIT
+        stopped = stopped or (outcome.status if outcome.status in STOPPED else "")
         bound = min(bound, outcome.bound)
         lacks.extend(outcome.shortfalls.values())
         for plan in _plans(search, outcome, cluster, config_name):
@@ -113,9 +117,9 @@ def plan_for(
                 best = plan
     if best is None:
         raise NoPlan(
-            f"no plan within what {framework.title} can say: {_why(reasons, lacks)}", proved=not (late or reasons)
+            f"no plan within what {framework.title} can say: {_why(reasons, lacks)}", proved=not (stopped or reasons)
         )
-    return _certified(best, bound, framework, demands, late=late)
+    return _certified(best, bound, framework, demands, stopped=stopped)
 
 
 def cases_of(framework: Framework, demands: Demands, *, splits: bool) -> Iterator[tuple[Demands, str]]:
@@ -170,15 +174,16 @@ def _why(reasons: list[str], lacks: list[float]) -> str:
     return f"it lacks {min(lacks) / 2**30:.1f} GiB" if lacks else "no mesh divides the batch and the layers"
 
 
-def _certified(plan: Plan, bound: float, framework: Framework, demands: Demands, *, late: bool) -> Plan:
-    """The plan with a bound that holds for all searches, and with the demands of all of them."""
+def _certified(plan: Plan, bound: float, framework: Framework, demands: Demands, *, stopped: str) -> Plan:
+    """The plan with a bound that holds for all searches, and with the demands of all of them; ``stopped``: the limit
+    that one of them reached."""
     objective = plan.certificate.objective
     least = min(bound, objective)
     certificate = dataclasses.replace(
         plan.certificate,
         bound=least,
         gap=(objective - least) / objective if objective else 0.0,
-        status=TIME_LIMIT if late else plan.certificate.status,
+        status=stopped or plan.certificate.status,
         demands={**recorded(demands), FRAMEWORK: framework.name},
     )
     note = f"searched among layouts that {framework.title} has settings for (planner export --to {framework.name})"

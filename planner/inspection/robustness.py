@@ -99,7 +99,7 @@ def robustness(
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     figures: Sequence[str] = ("*",),
-    time_limit: float | None = 90.0,
+    time_limit: float | None = None,
     max_programs: float | None = None,
 ) -> tuple[BreakEven, ...]:
     """For each figure of the plan's cluster, smaller and larger: from which factor on another plan wins, and which.

@@ -3,7 +3,7 @@
 Folding every copy into one makes depth cost nothing, but forbids what differs from copy to copy, such as columns and
 rows that alternate. The relaxation of ``unfolded`` bounds what that may cost. Where it may cost much, two, three and
 four copies are tried as one, then (if the program stays small) every copy by itself; the first that comes near the
-bound is taken. Sizes and bounds decide, so that the same inputs give the same plan; the clock only stops the search.
+bound is taken. Sizes and bounds decide, so that the same inputs give the same plan; limits only stop the search.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from planner.sharding_ilp.assignment import Assignment
 from planner.sharding_ilp.lattice import Lattices
 from planner.sharding_ilp.sharding_program import ShardingIlp
 from planner.sharding_ilp.unfolded import unfolded_relaxation
+from planner.solvers.limits import Limits
 from planner.solvers.linear import OPTIMAL, LinearSolution
 from planner.solvers.solver import RELATIVE_GAP, solve
 
@@ -56,28 +57,29 @@ class Solved:
         return BEST_OF_ALIKE if is_folded else self.solution.status
 
 
-#: Solves the program with these runs folded, within so many seconds; None if it has no solution.
-SolveFolded = Callable[[tuple[BlockRun, ...], float], Solved | None]
+#: Solves the program with these runs folded, within limits; None if it has no solution.
+SolveFolded = Callable[[tuple[BlockRun, ...], Limits], Solved | None]
 
 
-def unfolded_bound(ilp: ShardingIlp, lattices: Lattices, *, memory_limit: float | None, time_limit: float) -> float:
-    """A lower bound in seconds of all plans, those whose copies differ included; 0 if time runs out."""
+def unfolded_bound(ilp: ShardingIlp, lattices: Lattices, *, memory_limit: float | None, limits: Limits) -> float:
+    """A lower bound in seconds of all plans, those whose copies differ included; 0 if a limit is reached."""
     program = unfolded_relaxation(ilp.problem, lattices, memory_limit=memory_limit)
-    solution = solve(program, time_limit=time_limit, presolve=False)
+    solution = solve(program, time_limit=limits.seconds, effort=limits.effort_on(program), presolve=False)
     return max(solution.bound, 0.0) if solution.status == OPTIMAL else 0.0
 
 
-def best_folding(first: Solved, runs: tuple[BlockRun, ...], solve_folded: SolveFolded, *, time_limit: float) -> Solved:
+def best_folding(first: Solved, runs: tuple[BlockRun, ...], solve_folded: SolveFolded, *, limits: Limits) -> Solved:
     """``first`` (every copy alike), or a better solution with longer blocks; ``bound`` stays the best one proved."""
     best, bound = first, first.bound
-    ends = time.monotonic() + time_limit
+    ends, effort = time.monotonic() + limits.seconds, limits.effort
     for coarser in _coarser(runs, first.ilp.program.num_variables):
-        seconds_left = ends - time.monotonic()
-        if best.gap <= NEAR_BOUND or seconds_left <= 0:
+        left = Limits(ends - time.monotonic(), effort)
+        if best.gap <= NEAR_BOUND or left.seconds <= 0 or left.effort <= 0:
             break
-        trial = solve_folded(coarser, seconds_left)
+        trial = solve_folded(coarser, left)
         if trial is None:
             continue
+        effort -= trial.solution.effort
         if not coarser:
             bound = max(bound, trial.solution.bound)
         if trial.assignment.seconds < best.assignment.seconds * (1 - BETTER):

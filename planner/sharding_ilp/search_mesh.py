@@ -34,6 +34,7 @@ from planner.sharding_ilp.sharding_prices import Prices, Pricing
 from planner.sharding_ilp.sharding_problem import Problem, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
 from planner.sharding_ilp.space import fill_options
+from planner.solvers.limits import Limits
 from planner.solvers.linear import OPTIMAL, LinearSolution
 from planner.solvers.nearly_integral import solve_nearly_integral
 from planner.solvers.pulp_solver import solver_named
@@ -55,7 +56,7 @@ def search(
     constraints: Demanded | None = None,
     forbid_collectives: Collection[str] = (),
     forbid_replicated_matmul: bool = False,
-    time_limit: float = 60.0,
+    time_limit: float | None = None,
     pinned: Plan | None = None,
     fold: bool = True,
     solver: str | None = None,
@@ -75,7 +76,8 @@ def search(
         constraints: pins by glob pattern, see ``planner.sharding_ilp.constraints``.
         forbid_collectives: collectives that must not be used (``"all_gather"``, …), forward or backward.
         forbid_replicated_matmul: every matmul must be cut by every axis, so that none is computed twice.
-        time_limit: seconds for the solver; when it runs out the best plan so far is returned with its gap.
+        time_limit: seconds for the solver; when it runs out the best plan so far is returned with its gap. None: an
+            effort of about 90 s, which ends at the same point on every machine (``planner.solvers.limits``).
         pinned: keep the parameter placements of this plan, and its strategies where they are still possible.
         fold: solve repeated blocks once, or a few copies as one where that is better, see
             ``planner.sharding_ilp.folding``.
@@ -88,7 +90,7 @@ def search(
         ValueError: if no plan satisfies the constraints, and the message names those that conflict; for a solver that
             is not installed.
     """
-    solver = solver_named(solver)
+    solver, limits = solver_named(solver), Limits.of(time_limit)
     pricing = Pricing(cost_model, mesh, bundles_of(graph))
     pins = constraints or {}
     layers = roles(graph) if baseline is not None else {}
@@ -115,25 +117,25 @@ def search(
             demanded.extend(restrict(problem, baseline_named(baseline), layers))
         return problem, ShardingDemands(tuple(demanded), forbidden, memory_limit)
 
-    def solve_folded(runs: tuple[BlockRun, ...], seconds: float) -> Solved | None:
+    def solve_folded(runs: tuple[BlockRun, ...], limits: Limits) -> Solved | None:
         restricted_problem = restricted(*posed(runs))
         if restricted_problem is None:
             return None
-        return _solve(restricted_problem, lattices, memory_limit=memory_limit, time_limit=seconds, solver=solver)
+        return _solve(restricted_problem, lattices, memory_limit=memory_limit, limits=limits, solver=solver)
 
     runs = foldable_runs(graph, find_blocks(graph), tuple(pins)) if fold else ()
     if pinned is not None:
         runs = folded_as(runs, graph, pinned)
     runs = alike(runs, layers)
-    solved = solve_folded(runs, time_limit)
+    solved = solve_folded(runs, limits)
     if solved is None:
         raise infeasible(*posed(runs), pricing)
     runs = solved.ilp.problem.runs
     if runs:
-        bound = unfolded_bound(solved.ilp, lattices, memory_limit=memory_limit, time_limit=time_limit)
+        bound = unfolded_bound(solved.ilp, lattices, memory_limit=memory_limit, limits=limits)
         solved = dataclasses.replace(solved, bound=bound)
     if runs and pinned is None and baseline is None:
-        solved = best_folding(solved, runs, solve_folded, time_limit=time_limit)
+        solved = best_folding(solved, runs, solve_folded, limits=limits)
     if write_lp is not None:
         write_sharding_program(solved.ilp, write_lp)
     return make_plan(
@@ -179,7 +181,7 @@ def _collectives(names: Collection[str]) -> tuple[str, ...]:
 
 
 def _solve(
-    problem: Problem, lattices: Lattices, *, memory_limit: float | None, time_limit: float, solver: str
+    problem: Problem, lattices: Lattices, *, memory_limit: float | None, limits: Limits, solver: str
 ) -> Solved | None:
     """The program, its solution and what that decides; None if it is infeasible.
 
@@ -191,22 +193,23 @@ def _solve(
         # A limit on memory makes it fractional; of equal plans presolve leaves the plainer, which takes long if large
         relax_first = limit is None and ilp.program.num_variables > LARGE
         solve_program = solve_nearly_integral if relax_first else solve
-        solution = solve_program(ilp.program, time_limit=time_limit, solver=solver)
+        effort = limits.effort_on(ilp.program)
+        solution = solve_program(ilp.program, time_limit=limits.seconds, effort=effort, solver=solver)
         if solution.infeasible:
             return None
         if limit == memory_limit:
-            return Solved(ilp, solution, _assignment(ilp, solution, lattices, limit, time_limit), solution.bound)
+            return Solved(ilp, solution, _assignment(ilp, solution, lattices, limit, limits), solution.bound)
         if solution.status == OPTIMAL and solution.values is not None:
-            assignment = _assignment(ilp, solution, lattices, None, time_limit)
+            assignment = _assignment(ilp, solution, lattices, None, limits)
             if memory_limit is not None and assignment.memory <= memory_limit:
                 return Solved(ilp, solution, assignment, solution.bound)
     return None
 
 
 def _assignment(
-    ilp: ShardingIlp, solution: LinearSolution, lattices: Lattices, memory_limit: float | None, time_limit: float
+    ilp: ShardingIlp, solution: LinearSolution, lattices: Lattices, memory_limit: float | None, limits: Limits
 ) -> Assignment:
-    """The solver's choices, or if it found none in time, everything whole, or else any plan there is."""
+    """The solver's choices, or if it found none within its limits, everything whole, or else any plan there is."""
     limit = float("inf") if memory_limit is None else memory_limit * (1 + 1e-9)
     if solution.values is not None:
         choices = read_choices(ilp, solution.values)
@@ -219,10 +222,11 @@ def _assignment(
     if assignment is not None and assignment.memory <= limit:
         return assignment
     program = dataclasses.replace(ilp.program, costs=[0.0] * ilp.program.num_variables)
-    anything = solve(program, time_limit=max(60.0, 10 * time_limit))
+    longer = limits.times(10)
+    anything = solve(program, time_limit=max(60.0, longer.seconds), effort=longer.effort_on(program))
     if anything.values is None:
-        raise ValueError(f"no plan was found in {time_limit:g} s: raise time_limit, or loosen the constraints")
-    return _assignment(ilp, anything, lattices, memory_limit, time_limit)
+        raise ValueError(f"no plan was found in {limits}: give a longer time_limit, or loosen the constraints")
+    return _assignment(ilp, anything, lattices, memory_limit, limits)
 
 
 def _certificate(solved: Solved, *, demands: dict[str, Any]) -> Certificate:

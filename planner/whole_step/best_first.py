@@ -66,7 +66,7 @@ class Search(CandidateProblems):
         self.finished: set[Candidate] = set()
         self.diving = False
         self.deadline, self.status = float("inf"), OPTIMAL
-        self.time_limit = demands.seconds_of(level_one.num_experts)
+        self.time_limit = demands.seconds
         self.max_programs = demands.programs_of(level_one.num_experts)
         self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
         self.bounds = Bounds(level_one, demands.training)

@@ -186,7 +186,8 @@ class _Planner:
 
     def fastest_of(self, clusters: list[Cluster], demands: Demands) -> Plan:
         """The fastest plan on any of the clusters, which differ in the order of their devices."""
-        share = dataclasses.replace(demands, time_limit=demands.seconds_of(self.space.num_experts) / len(clusters))
+        num_programs = demands.programs_of(self.space.num_experts)
+        share = dataclasses.replace(demands, time_limit=demands.seconds / len(clusters), max_programs=num_programs)
         outcomes: list[Outcome] = []
         plans: list[Plan] = []
         for cluster in clusters:

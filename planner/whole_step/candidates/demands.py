@@ -34,10 +34,10 @@ FRAMEWORK = "framework"
 CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
 
 
-#: Integer programs that the search of a model with experts may solve, unless the user says.
-EXPERT_PROGRAMS = 400.0
-#: Seconds that a search may take unless the user says; with experts, whose programs are counted, they only guard.
-TIME_LIMIT, EXPERT_TIME_LIMIT = 90.0, 600.0
+#: Integer programs that a search may solve unless the user says, and that of a model with experts.
+PROGRAMS, EXPERT_PROGRAMS = 900.0, 400.0
+#: Seconds that a search may take unless the user says: programs are counted, so that the clock is only a guard.
+TIME_LIMIT = 600.0
 
 
 #: What ``offload`` may say is in the hosts' memory: nothing, whatever makes the step better, or what is named.
@@ -62,10 +62,11 @@ class Demands:
         overlap_tensor: whether products may exchange the shards of their rows on the tensor axis themselves.
         num_alternatives: how many plans to return, the best first.
         gap: the search stops when no plan can be better by more than this share.
-        time_limit: seconds; None: ``TIME_LIMIT``, of a model with experts ``EXPERT_TIME_LIMIT``.
+        time_limit: seconds; None: ``TIME_LIMIT``, long after what ``max_programs`` stops.
         max_programs: how many integer programs may be solved before the search stops; a stage program that is solved
             again with more effort counts as so many more. Unlike ``time_limit`` it stops at the same point every time.
-            None: ``EXPERT_PROGRAMS`` for a model with experts, whose bounds seldom close the gap, else no limit.
+            None: ``EXPERT_PROGRAMS`` for a model with experts, whose bounds seldom close the gap, else ``PROGRAMS``
+            unless there is a ``time_limit``.
         solver: PuLP's name of the solver of integer programs.
         offload: one of ``OFFLOADS``; whether that is the optimizer is in ``training.offload``, too.
     """
@@ -89,15 +90,18 @@ class Demands:
         """Whether units may keep activations on the host."""
         return self.offload in (ACTIVATIONS, ALL) or ON_HOST in self.fixed.get("recompute", ())
 
-    def seconds_of(self, num_experts: int) -> float:
-        """Seconds that the search of a model with so many experts may take (1: it has none)."""
-        default = EXPERT_TIME_LIMIT if num_experts > 1 else TIME_LIMIT
-        return default if self.time_limit is None else self.time_limit
+    @property
+    def seconds(self) -> float:
+        """Seconds that the search may take."""
+        return TIME_LIMIT if self.time_limit is None else self.time_limit
 
     def programs_of(self, num_experts: int) -> float:
-        """Integer programs that it may solve."""
-        default = EXPERT_PROGRAMS if num_experts > 1 else math.inf
-        return default if self.max_programs is None else self.max_programs
+        """Integer programs that the search of a model with so many experts may solve (1: it has none)."""
+        if self.max_programs is not None:
+            return self.max_programs
+        if num_experts > 1:
+            return EXPERT_PROGRAMS
+        return PROGRAMS if self.time_limit is None else math.inf
 
     def memory_on(self, usable_bytes: float) -> float:
         """Bytes that a plan may take on a device of which tensors can have ``usable_bytes``."""
