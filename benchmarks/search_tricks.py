@@ -121,7 +121,7 @@ TRICKS: Mapping[str, tuple[tuple[str, Any], ...]] = {
     ),
     "shardings of fewer bytes": (("planner.whole_step.best_first.BYTE_WEIGHTS", (0.0,)),),
     "shortfall of memory by rank": (("planner.whole_step.best_first.memory_shortfall", _zero),),
-    "load within memory, fractional": ((f"{_STAGES}.stage_ilp.load_within_memory", _given_lower),),
+    "load within memory, fractional": ((f"{_STAGES}.loads.LoadWithinMemory.bound", _given_lower),),
     "load of pooled memory (several runs)": ((f"{_STAGES}.loads.pooled_load", _zero),),
     "load within memory, whole units": (
         ("planner.whole_step.best_first.Search._bound_within_memory", _next_unchanged),

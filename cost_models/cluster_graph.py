@@ -27,7 +27,7 @@ OUTSIDE = "outside"
 _WEIGHT = 10_000
 
 #: Two nodes, bandwidth, latency, index of the level.
-_Link = tuple[Node, Node, float, float, int]
+Link = tuple[Node, Node, float, float, int]
 #: (latency, bandwidth) of a level's links in the group of a number.
 Figures = Callable[[LinkLevel, int], tuple[float, float]]
 
@@ -60,19 +60,24 @@ def parts_graph(levels: Sequence[LinkLevel], index: int) -> networkx.DiGraph:
     return graph
 
 
-def part_uplinks(levels: Sequence[LinkLevel], index: int) -> tuple[networkx.DiGraph, range]:
-    """The links of one part's devices up to the switch of a level and ``OUTSIDE`` behind it; and the devices' ranks."""
-    import networkx
+def part_climbs(levels: Sequence[LinkLevel], index: int) -> list[list[Link]]:
+    """Of each device of one part, the links up to the switch of a level, behind which the other parts are."""
 
     def slowest(level: LinkLevel, _: int) -> tuple[float, float]:
         return level.slowest_link(levels[-1].group_size)
 
     ranks = range(inner_size(levels, index) if index else sharers(levels, index))
-    graph = networkx.DiGraph()
-    for rank in ranks:
-        climb = list(_climb(levels, index, rank, slowest))
+    return [list(_climb(levels, index, rank, slowest)) for rank in ranks]
+
+
+def part_uplinks(levels: Sequence[LinkLevel], index: int) -> tuple[networkx.DiGraph, range]:
+    """The same as a graph in which ``OUTSIDE`` stands behind the switch; and the devices' ranks."""
+    import networkx
+
+    graph, climbs = networkx.DiGraph(), part_climbs(levels, index)
+    for climb in climbs:
         _add(graph, [*climb, (climb[-1][1], OUTSIDE, math.inf, 0.0, index)], levels)
-    return graph, ranks
+    return graph, range(len(climbs))
 
 
 def inner_size(levels: Sequence[LinkLevel], index: int) -> int:
@@ -89,7 +94,7 @@ def sharers(levels: Sequence[LinkLevel], index: int) -> int:
     return min(levels[index].shared_by, inner_size(levels, index) if index else levels[index].group_size)
 
 
-def _climb(levels: Sequence[LinkLevel], index: int, rank: int, figures: Figures) -> Iterator[_Link]:
+def _climb(levels: Sequence[LinkLevel], index: int, rank: int, figures: Figures) -> Iterator[Link]:
     """The links from a device up to the switch that joins it to the other parts of its group, the device's first."""
     level, inner, sharing = levels[index], inner_size(levels, index), sharers(levels, index)
     group = rank // level.group_size
@@ -111,7 +116,7 @@ def _climb(levels: Sequence[LinkLevel], index: int, rank: int, figures: Figures)
     yield start, switch, bandwidth, latency / 2, index
 
 
-def _direct_links(levels: Sequence[LinkLevel], index: int) -> Iterator[_Link]:
+def _direct_links(levels: Sequence[LinkLevel], index: int) -> Iterator[Link]:
     """The links of every position of every group of a direct level."""
     level, inner = levels[index], inner_size(levels, index)
     for group in range(levels[-1].group_size // level.group_size):
@@ -136,7 +141,7 @@ def _wires(level: LinkLevel, parts: int, latency: float, bandwidth: float) -> It
     return [(a, b, bandwidth, latency) for a, b in pairs]
 
 
-def _add(graph: networkx.DiGraph, links: Iterable[_Link], levels: Sequence[LinkLevel]) -> None:
+def _add(graph: networkx.DiGraph, links: Iterable[Link], levels: Sequence[LinkLevel]) -> None:
     """Add both directions of links; links of equal ends are one, their bandwidths are not added."""
     for a, b, bandwidth, latency, index in links:
         figures = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from cost_models.cluster import Cluster
 from cost_models.collectives import seconds_over
@@ -44,7 +45,7 @@ class CostModel:
         _check_axes(cluster, self.axes)
         self._devices = cluster.kinds
         self.extrapolation: Extrapolation | None = None
-        self._collectives: dict[tuple[str, float, str, str | None], float] = {}
+        self._collectives: dict[str, dict[tuple[str, float, str | None], float]] = {}
         strides = {axis: self._stride(axis) for axis in self.axes}
         self._levels = {
             axis: crossed_levels(cluster.levels, stride=strides[axis], size=size) for axis, size in self.axes.items()
@@ -118,11 +119,12 @@ class CostModel:
         if self.extrapolation is not None:
             for level in self._levels.get(axis, ()):
                 self.extrapolation.note(f"{level.name}: {collective}", num_bytes)
-        key = (collective, num_bytes, axis, algorithm)
-        if key not in self._collectives:
-            seconds = seconds_over(collective, num_bytes=num_bytes, spans=self.spans(axis), algorithm=algorithm)
-            self._collectives[key] = seconds
-        return self._collectives[key]
+        if axis not in self._collectives:
+            self._collectives[axis] = _priced_over(self.spans(axis))
+        prices, key = self._collectives[axis], (collective, num_bytes, algorithm)
+        if key not in prices:
+            prices[key] = seconds_over(collective, num_bytes=num_bytes, spans=self.spans(axis), algorithm=algorithm)
+        return prices[key]
 
     def p2p_seconds(self, *, num_bytes: float, axis: str) -> float:
         """Seconds for every rank to pass ``num_bytes`` to the next one along ``axis``, as a pipeline does.
@@ -176,6 +178,12 @@ class CostModel:
         """The link of least bandwidth, of equal ones that of most latency; a free one if none is crossed."""
         links = [level.slowest_link(self.cluster.num_devices) for level in levels]
         return min(links, key=lambda link: (link[1], -link[0]), default=(0.0, math.inf))
+
+
+@lru_cache(maxsize=4096)
+def _priced_over(spans: tuple[Span, ...]) -> dict[tuple[str, float, str | None], float]:
+    """The seconds over these spans that have been asked for: axes of many meshes take the same route."""
+    return {}
 
 
 class BestPlacedCostModel(CostModel):

@@ -7,12 +7,13 @@ algorithm are sent over it, and the busiest link decides (``cost_models.link_loa
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from cost_models.cluster_graph import OUTSIDE, inner_size, num_parts, part_uplinks, parts_graph
+from cost_models.cluster_graph import Link, inner_size, num_parts, part_climbs, parts_graph
 from cost_models.group_flows import (
     double_tree,
     exchange_flows,
@@ -118,14 +119,19 @@ def _members(levels: Sequence[LinkLevel], index: int, *, stride: int, size: int)
 
 def _switched_span(levels: Sequence[LinkLevel], index: int, *, parts: int, inside: int, stride: int) -> Span:
     """A level whose switches are reached over links that devices have of their own, or share."""
-    graph, ranks = part_uplinks(levels, index)
-    routing = Routing(graph)
+    climbs = part_climbs(levels, index)
     # of a part's devices those pass a message on whose neighbour lies beyond: the last ``stride`` ones
-    crossing = ranks[-stride:]
-    everyone, some = (routing.bandwidth({OUTSIDE: dict.fromkeys(sent, 1.0)}) for sent in (ranks, crossing))
+    everyone, some = _climbing(climbs), _climbing(climbs[-stride:])
     bandwidth = GroupBandwidth(everyone, everyone, everyone, some)
     latency, _ = levels[index].slowest_link(levels[-1].group_size)
     return Span(parts, inside, bandwidth, latency, _protocols(levels[index], latency), 1, _tree_depth(parts))
+
+
+def _climbing(climbs: Sequence[Sequence[Link]]) -> float:
+    """Units per second that each of some devices can send, or receive, over the only way that it has up a level."""
+    links = [link for climb in climbs for link in climb]
+    loads = Counter(link[:2] for link in links)
+    return min(bandwidth / loads[below, above] for below, above, bandwidth, _, _ in links)
 
 
 def _direct_span(levels: Sequence[LinkLevel], index: int, *, parts: int, inside: int, stride: int) -> Span:

@@ -15,10 +15,11 @@ from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import layer_sum, step_memory, step_seconds
 from planner.pipeline_ilp.fronts import Front
+from planner.pipeline_ilp.posed_problem import quick_bound
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.rounds import longest_chunk
 from planner.pipeline_ilp.stage_bounds import lower_bound, memory_shortfall
-from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
+from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, solve_stages
 from planner.pipeline_ilp.stage_problem import (
     Assignment,
     StageProblem,

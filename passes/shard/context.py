@@ -89,6 +89,7 @@ class Context:
         for conversion in plan.conversions:
             self._steps.setdefault(conversion.value, []).append(conversion)
         self.plan_keys = self._plan_keys()
+        self._offered: dict[str, tuple[ShardingRule | None, list[list[bool]], dict[str, AxisChoice]]] = {}
         self.choices = {node.name: self._choices(node) for node in graph.nodes if not node.constant}
         self.trees = dict(self._trees())
         self.gathers = dict(self._gathers())
@@ -171,9 +172,7 @@ class Context:
         if planned is None or planned.op != node.op:
             raise PlanMismatch(f"the plan says nothing of {node.op} ({self.plan_keys[node.name]!r})")
         rule = self.rule_for(node, self.values) if planned.has_rule else None
-        offered = {choice.label: choice for choice in offered_choices(node, rule, self.values)}
-        if INVARIANT not in offered:  # no gradient flows here: it says what "replicate" says
-            offered[INVARIANT] = offered[REPLICATE]
+        offered = self._offered_to(node, rule)
         missing = [label for label in planned.strategy if label not in offered]
         if missing:
             hint = "; register its rule again (planner.register_rule), in every process" if rule is None else ""
@@ -246,6 +245,18 @@ class Context:
             if source != target and target != tree.root:
                 tree.steps.setdefault(target, dataclasses.replace(step, source=source, target=target))
         return tree
+
+    def _offered_to(self, node: Node, rule: ShardingRule | None) -> dict[str, AxisChoice]:
+        """The choices of one axis by their labels; those of a block's first copy where a later one has its rule."""
+        tensors = [[self.values[name] for name in node.inputs], node.outputs]
+        grads = [[value.requires_grad for value in values] for values in tensors]
+        key = self.plan_keys[node.name]
+        if key not in self._offered or self._offered[key][:2] != (rule, grads):
+            offered = {choice.label: choice for choice in offered_choices(node, rule, self.values)}
+            if INVARIANT not in offered:  # no gradient flows here: it says what "replicate" says
+                offered[INVARIANT] = offered[REPLICATE]
+            self._offered[key] = rule, grads, offered
+        return self._offered[key][2]
 
     def carried_tree(self, run: int, slot: int, root: Placement, value: Value) -> Tree:
         """Conversions, inside a block, of values that it takes from the copy before it."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.cuts import greedy_partition
-from planner.pipeline_ilp.fronts import DualWeights, Front, options_of
+from planner.pipeline_ilp.fronts import DualWeights, Front, Options, options_of
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_bounds import Rounds, fewest_rounds
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
@@ -97,26 +97,39 @@ def _moved(ends: np.ndarray, giver: int, taker: int) -> np.ndarray | None:
 def _fastest(
     problem: StageProblem, rank: int, slots: Sequence[tuple[int, int]], weights: DualWeights
 ) -> list[tuple[int, int, int]] | None:
-    """The (chunk, run, choice) of every unit in the rank's fastest choices within memory, over all levels of peaks."""
+    """The (chunk, run, choice) of every unit in the rank's fastest choices within memory, over all levels of peaks.
+
+    A level that allows the choices of the one below it leaves them less room, and is not looked at.
+    """
     limit, held = problem.memory[rank], problem.in_flight
     bounded = math.isfinite(limit)
     runs = {run for _, run in slots}
     peaks = sorted({choice.costs.peak_bytes for run in runs for choice in problem.runs[run].choices})
     best: Front | None = None
+    front: Front | None = None
+    before: dict[tuple[int, int], Options] = {}
     for level in peaks if bounded else [math.inf]:
         room = limit * (1 + ROUNDING) - level if bounded else math.inf
-        front = Front(np.zeros(int(room >= 0)), np.zeros(int(room >= 0)), room)
         options = {
             (chunk, run): options_of(
                 problem.runs[run].choices, weights.unit, peak=level, held=held[chunk], bounded=bounded
             )
             for chunk, run in set(slots)
         }
+        if front is not None and not front.lost and _are_alike(options, before):
+            continue
+        before = options
+        front = Front(np.zeros(int(room >= 0)), np.zeros(int(room >= 0)), room)
         for slot in slots:
             front = front.with_unit(slot, options[slot])
         if len(front.seconds) and (best is None or front.seconds[0] < best.seconds[0]):
             best = front
     return None if best is None else best.units()
+
+
+def _are_alike(options: Mapping[tuple[int, int], Options], others: Mapping[tuple[int, int], Options]) -> bool:
+    """Whether every slot may take the same choices."""
+    return all(np.array_equal(choices, others[slot][2]) for slot, (_, _, choices) in options.items())
 
 
 #: Units of one rank: (chunk, run, choice).

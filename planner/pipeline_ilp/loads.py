@@ -193,22 +193,48 @@ def _seconds(choice: UnitChoice) -> float:
     return choice.costs.forward + choice.costs.backward
 
 
-def load_within_memory(problem: StageProblem, *, lower: float, upper: float) -> float:
-    """Lower bound of the largest load of a rank, for a ``folded`` problem of one kind; at least ``lower``.
+class LoadWithinMemory:
+    """Lower bounds of the largest load of a rank, for a ``folded`` problem of one kind; tables are made once for all
+    limits."""
 
-    Args:
-        lower: a proved bound of the load, in seconds.
-        upper: seconds; a load that counts as infinite.
-    """
-    if not all(map(math.isfinite, problem.memory)):
-        return lower
-    run = main_run(problem)
-    if run is None:
-        return max(lower, min(upper, pooled_load(problem)))
-    slowest = sum(entry.count * max(map(_seconds, entry.choices)) for entry in problem.runs)
-    upper = min(upper, 2.0 * slowest)
-    if not lower < upper or min(map(_seconds, problem.runs[run].choices)) <= 0:
-        return lower
-    if LoadBound(problem, run, apart=False).most(upper) < problem.runs[run].count:
-        return upper
-    return LoadBound(problem, run).least_load(lower, upper)
+    def __init__(self, problem: StageProblem) -> None:
+        self.problem = problem
+        self.run = main_run(problem)
+
+    def bound(self, *, lower: float, upper: float) -> float:
+        """A bound of at least ``lower``.
+
+        Args:
+            lower: a proved bound of the load, in seconds.
+            upper: seconds; a load that counts as infinite.
+        """
+        if not all(map(math.isfinite, self.problem.memory)):
+            return lower
+        if self.run is None:
+            return max(lower, min(upper, self.pooled))
+        upper = min(upper, 2.0 * self.slowest)
+        if not lower < upper or min(map(_seconds, self.problem.runs[self.run].choices)) <= 0:
+            return lower
+        if self._roughly.most(upper) < self.problem.runs[self.run].count:
+            return upper
+        return self._by_levels.least_load(lower, upper)
+
+    @functools.cached_property
+    def pooled(self) -> float:
+        """The load if all ranks share their memory."""
+        return pooled_load(self.problem)
+
+    @functools.cached_property
+    def slowest(self) -> float:
+        """Seconds of all units on one rank, each in its slowest choice."""
+        return sum(entry.count * max(map(_seconds, entry.choices)) for entry in self.problem.runs)
+
+    @functools.cached_property
+    def _roughly(self) -> LoadBound:
+        assert self.run is not None
+        return LoadBound(self.problem, self.run, apart=False)
+
+    @functools.cached_property
+    def _by_levels(self) -> LoadBound:
+        assert self.run is not None
+        return LoadBound(self.problem, self.run)

@@ -70,7 +70,6 @@ from cost_models.step_time import least_step_seconds, played_path, step_memory, 
 from planner.pipeline_ilp.balance import all_alike, balance, by_rounds
 from planner.pipeline_ilp.coding import decode, encode
 from planner.pipeline_ilp.fronts import LOAD, DualWeights, whole_step_weights
-from planner.pipeline_ilp.loads import load_within_memory
 from planner.pipeline_ilp.path_rows import add_longest_path, add_paths
 from planner.pipeline_ilp.ranks import Shares, add_tables, share_out
 from planner.pipeline_ilp.rounds import add_longest
@@ -167,13 +166,6 @@ def solve_stages(
     if solution is None or solution.assignment is None:
         return solution
     return replace(solution, assignment=relabelled(solution.assignment, original_indices))
-
-
-def quick_bound(problem: StageProblem, *, cutoff: float = math.inf) -> float:
-    """A weaker bound than ``bound_within_memory``, computed ten times as fast."""
-    settled = folded(problem)
-    bounds = time_bounds(settled)
-    return bounds.step_with(load_within_memory(settled, lower=bounds.load, upper=bounds.load_within(cutoff)))
 
 
 def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf, proofs: Proofs | None = None) -> float:

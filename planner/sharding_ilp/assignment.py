@@ -66,10 +66,10 @@ def used_steps(ilp: ShardingIlp, values: list[float]) -> dict[str, set[Step]]:
     return {
         name: {
             arc.step
-            for arc, columns in zip(ilp.lattices[name].arcs, used)
+            for arc, columns in zip(lattice.arcs, ilp.arcs(name))
             if not columns or any(values[column] > 0.5 for column in columns)
         }
-        for name, used in ilp.arcs.items()
+        for name, lattice in ilp.lattices.items()
     }
 
 

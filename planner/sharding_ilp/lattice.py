@@ -56,6 +56,25 @@ class Lattice:
                 incidence[node][1].append(sign)
         return incidence
 
+    @functools.cached_property
+    def keeps_copies(self) -> bool:
+        """Whether some arc leaves a copy behind."""
+        return any(arc.memory for arc in self.arcs)
+
+    @functools.cached_property
+    def form(self) -> tuple[object, ...]:
+        """All that the rows of a program depend on: placements, and of each arc its ends and which costs are none."""
+        arcs = ((arc.source, arc.target, not arc.forward, not arc.backward, not arc.memory) for arc in self.arcs)
+        return self.placements, tuple(arcs)
+
+    @functools.cached_property
+    def seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each arc, forward and backward."""
+        import numpy as np
+
+        forward, backward = (np.array([arc[phase] for arc in self.arcs], dtype=float) for phase in (3, 4))
+        return forward, backward
+
 
 def types_used(
     value: Value, placements: Iterable[Placement], *, settled: Collection[int] = ()

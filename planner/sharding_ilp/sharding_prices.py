@@ -73,7 +73,7 @@ class Pricing:
             self._collectives[key] = self.cost_model.collective_seconds(collective, num_bytes=num_bytes, axis=axis)
         return self._collectives[key]
 
-    def likeness(self, node: Node, values: Mapping[str, Value]) -> tuple[object, ...] | None:
+    def likeness(self, node: Node, values: Mapping[str, Value]) -> object | None:
         """The same for operators that are priced alike where they are cut alike; None: nothing is known of that."""
         return None
 
@@ -139,7 +139,7 @@ class Pricing:
         key = (value.shape, placement)
         count = self._elements.get(key)
         if count is None:
-            count = self._elements[key] = math.prod(largest_local_shape(value.shape, placement, self.mesh))
+            count = self._elements[key] = math.prod(self._local_shape(value.shape, placement))
         return count
 
     def local_bytes(self, value: Value, placement: Placement) -> int:

@@ -36,30 +36,51 @@ integral by itself; w is integer because trees with three or more ends are not a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from passes.ir.graph import Value
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from planner.sharding_ilp.lattice import Lattice, Lattices, types_used
-from planner.sharding_ilp.sharding_problem import Problem, Use, ValueStream
+from planner.sharding_ilp.sharding_problem import Element, Problem, Use, ValueStream
 from planner.sharding_ilp.shared_rows import add_shared_rows
 from planner.solvers.linear import LinearProgram
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The variables w[v,g,a] of one group of uses: the places of the arcs that have one, and their columns.
+
+    ``forward`` and ``backward`` are the copies that a step of the group counts for.
+    """
+
+    forward: int
+    backward: int
+    places: Sequence[int]
+    columns: range
 
 
 @dataclass
 class ShardingIlp:
     """The program and the columns of its variables.
 
-    ``x[element]`` are the columns of its options; ``arcs[stream]`` the columns that say whether an arc of the
-    stream's lattice is used.
+    ``x[element]`` are the columns of its options; ``sharings[stream]`` the groups of its uses.
     """
 
     problem: Problem
     program: LinearProgram = field(default_factory=LinearProgram)
     x: dict[str, list[int]] = field(default_factory=dict)
     lattices: dict[str, Lattice] = field(default_factory=dict)
-    arcs: dict[str, list[list[int]]] = field(default_factory=dict)
+    sharings: dict[str, list[Sharing]] = field(default_factory=dict)
     memory_terms: list[tuple[int, float]] = field(default_factory=list)
+
+    def arcs(self, stream: str) -> list[list[int]]:
+        """Of each arc of a stream's lattice, the columns that say whether it is used; none if it costs nothing."""
+        used: list[list[int]] = [[] for _ in self.lattices[stream].arcs]
+        for sharing in self.sharings[stream]:
+            for place, column in zip(sharing.places, sharing.columns):
+                used[place].append(column)
+        return used
 
 
 def build_ilp(
@@ -70,9 +91,8 @@ def build_ilp(
     for name in problem.elements:
         add_choice(ilp, name)
     add_shared_rows(problem, ilp.program, ilp.x)
-    for name, stream in problem.streams.items():
-        if stream.uses and not is_free(problem, stream):
-            add_stream(ilp, name, stream, lattices)
+    for name in converted_streams(problem):
+        add_stream(ilp, name, problem.streams[name], lattices)
     if minimise_memory:
         ilp.program.costs = [0.0] * ilp.program.num_variables
         for column, num_bytes in ilp.memory_terms:
@@ -92,11 +112,19 @@ def add_choice(ilp: ShardingIlp, name: str) -> None:
     ]
     ilp.program.row(((column, 1.0) for column in columns), lower=1.0, upper=1.0)
     ilp.x[name] = columns
-    ilp.memory_terms.extend(
-        (column, float(element.copies * option.memory))
-        for column, option in zip(columns, element.options)
-        if option.memory
-    )
+    ilp.memory_terms.extend(stored_bytes(element, columns))
+
+
+def stored_bytes(element: Element, columns: Iterable[int]) -> Iterator[tuple[int, float]]:
+    """(column, bytes) of those options of an element that keep something."""
+    for column, option in zip(columns, element.options):
+        if option.memory:
+            yield column, float(element.copies * option.memory)
+
+
+def converted_streams(problem: Problem) -> list[str]:
+    """The streams whose conversions cost something."""
+    return [name for name, stream in problem.streams.items() if stream.uses and not is_free(problem, stream)]
 
 
 def is_free(problem: Problem, stream: ValueStream) -> bool:
@@ -109,7 +137,7 @@ def is_free(problem: Problem, stream: ValueStream) -> bool:
 
 def stream_lattice(problem: Problem, stream: ValueStream, lattices: Lattices, *, detours: bool = False) -> Lattice:
     """The lattice of a stream, over the types that its source gives and its uses need."""
-    return _lattice(problem, stream, problem.produced(stream), _needs(problem, stream), lattices, detours=detours)
+    return lattice_request(problem, stream).lattice(stream.value, lattices, detours=detours)
 
 
 def _stays(types: Collection[SpmdType]) -> bool:
@@ -122,20 +150,26 @@ def _needs(problem: Problem, stream: ValueStream) -> list[list[Placement]]:
     return [problem.needed(use) for use in stream.uses]
 
 
-def _lattice(
-    problem: Problem,
-    stream: ValueStream,
-    roots: Sequence[Placement],
-    needs: Sequence[Sequence[Placement]],
-    lattices: Lattices,
-    *,
-    detours: bool = False,
-) -> Lattice:
-    ends = set(roots).union(*needs)
+@dataclass(frozen=True)
+class LatticeRequest:
+    """What a stream asks of its lattice, whatever its steps cost (``Lattices.of``)."""
+
+    types: tuple[tuple[SpmdType, ...], ...]
+    settled: frozenset[int]
+    live: bool
+    saved: bool
+
+    def lattice(self, value: Value, lattices: Lattices, *, detours: bool = False) -> Lattice:
+        """The lattice, of those of one cut."""
+        return lattices.of(value, self.types, settled=self.settled, live=self.live, saved=self.saved, detours=detours)
+
+
+def lattice_request(problem: Problem, stream: ValueStream) -> LatticeRequest:
+    """What ``stream`` asks of its lattice."""
+    ends = set(problem.produced(stream)).union(*_needs(problem, stream))
     settled = problem.settled | {axis for axis in problem.sampled if _stays({where[axis] for where in ends})}
     types = types_used(stream.value, ends, settled=settled)
-    live = any(use.live for use in stream.uses)
-    return lattices.of(stream.value, types, settled=settled, live=live, saved=stream.saved, detours=detours)
+    return LatticeRequest(types, settled, live=any(use.live for use in stream.uses), saved=stream.saved)
 
 
 @dataclass(frozen=True)
@@ -153,10 +187,10 @@ class StreamParts:
 
 def stream_parts(problem: Problem, stream: ValueStream, lattices: Lattices) -> StreamParts:
     """Compute the parts of ``stream``."""
-    roots, needs = problem.produced(stream), _needs(problem, stream)
+    needs = _needs(problem, stream)
     groups = _groups(problem, stream, needs)
     representatives = [(stream.uses[use], needs[use]) for use in groups.representatives]
-    return StreamParts(_lattice(problem, stream, roots, needs, lattices), representatives, groups.parts)
+    return StreamParts(stream_lattice(problem, stream, lattices), representatives, groups.parts)
 
 
 def add_stream(ilp: ShardingIlp, name: str, stream: ValueStream, lattices: Lattices) -> None:
@@ -169,10 +203,10 @@ def add_stream(ilp: ShardingIlp, name: str, stream: ValueStream, lattices: Latti
     for use, needs in parts.representatives:
         target = [(lattice.index[where], column) for where, column in zip(needs, ilp.x[use.element])]
         flows.append(add_flow(ilp.program, lattice, source, target))
-    used: list[list[int]] = [[] for _ in lattice.arcs]
-    for members, forward, backward in parts.groups:
-        add_sharing(ilp, lattice, [flows[member] for member in members], forward, backward, used)
-    ilp.arcs[name] = used
+    ilp.sharings[name] = [
+        add_sharing(ilp, lattice, [flows[member] for member in members], forward, backward)
+        for members, forward, backward in parts.groups
+    ]
 
 
 @dataclass
@@ -229,28 +263,47 @@ def add_flow(
 def add_sharing(
     ilp: ShardingIlp,
     lattice: Lattice,
-    flows: Sequence[Sequence[int]],
+    flows: Sequence[range],
     forward: int,
     backward: int,
-    used: list[list[int]],
-) -> None:
-    """(share): w[v,g,a] ≥ y[u,a] for the uses of one group; w takes the cost, and is y itself if g is one use."""
-    program, alone = ilp.program, flows[0] if len(flows) == 1 else None
-    costs = program.costs
-    for position, (_, _, _, there, back, memory) in enumerate(lattice.arcs):
-        cost = forward * there + backward * back
-        if alone is not None:
-            column = alone[position]
-            costs[column] += cost
-        elif cost == 0.0 and not memory:
-            continue
-        else:
-            column = program.variable(cost, upper=1.0, integer=True)
+) -> Sharing:
+    """(share): w[v,g,a] ≥ y[u,a] for the uses of one group; w takes the cost, and is y itself if g is one use.
+
+    An arc that costs a group of several uses nothing has no w.
+    """
+    program = ilp.program
+    if len(flows) == 1:
+        sharing = Sharing(forward, backward, range(len(lattice.arcs)), flows[0])
+    else:
+        places = [
+            place
+            for place, (_, _, _, there, back, memory) in enumerate(lattice.arcs)
+            if forward * there + backward * back != 0.0 or memory
+        ]
+        first = program.num_variables
+        for place in places:
+            column = program.variable(upper=1.0, integer=True)
             for flow in flows:
-                program.row_of((column, flow[position]), (1.0, -1.0), lower=0.0, upper=math.inf)
-        used[position].append(column)
-        if memory and forward:
-            ilp.memory_terms.append((column, float(forward * memory)))
+                program.row_of((column, flow[place]), (1.0, -1.0), lower=0.0, upper=math.inf)
+        sharing = Sharing(forward, backward, places, range(first, program.num_variables))
+    for column, cost in zip(sharing.columns, sharing_costs(sharing, lattice)):
+        program.costs[column] += cost
+    ilp.memory_terms.extend(sharing_memory(sharing, lattice))
+    return sharing
+
+
+def sharing_costs(sharing: Sharing, lattice: Lattice) -> list[float]:
+    """The seconds of its variables."""
+    arcs = lattice.arcs
+    return [sharing.forward * arcs[place].forward + sharing.backward * arcs[place].backward for place in sharing.places]
+
+
+def sharing_memory(sharing: Sharing, lattice: Lattice) -> Iterator[tuple[int, float]]:
+    """(column, bytes) of those of its variables that leave copies behind."""
+    if sharing.forward and lattice.keeps_copies:
+        for place, column in zip(sharing.places, sharing.columns):
+            if lattice.arcs[place].memory:
+                yield column, float(sharing.forward * lattice.arcs[place].memory)
 
 
 def add_memory_limit(ilp: ShardingIlp, limit: float) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from cost_models import Cluster
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
-from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
+from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, solve_stages
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
 from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate, Family, families
@@ -374,13 +374,13 @@ class Search(CandidateProblems):
 
     def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.sharded is not None
-        problem = self.problem(entry.candidate, entry.sharded)
-        bound = quick_bound(problem, cutoff=self._cutoff())
-        missing = memory_shortfall(problem) if bound < self._cutoff() else 0.0
+        posed = self.pose(entry.candidate, entry.sharded)
+        bound = posed.quick_bound(self._cutoff())
+        missing = memory_shortfall(posed.problem) if bound < self._cutoff() else 0.0
         if missing > 0:
             self._lacks(entry.candidate, missing)
             return
-        yield self._next(entry, bound, problem=problem, proofs={})
+        yield self._next(entry, bound, problem=posed.problem, proofs=posed.proofs)
 
     def _bound_within_memory(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.problem is not None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
 from passes.plan.step_plan import ON_HOST
+from planner.pipeline_ilp.posed_problem import PosedProblem
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
 from planner.whole_step.candidates.candidates import Candidate, zero_sizes
 from planner.whole_step.candidates.demands import Demands
@@ -25,10 +26,11 @@ class CandidateProblems:
         self.links: dict[MeshLayout, Links] = {}
         self.divided: dict[MeshLayout, tuple[MeshLayout, ...]] = {}
         self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
+        self.posed: dict[tuple[Candidate, int], tuple[Sharded, PosedProblem]] = {}
 
     def share_prices(self, other: CandidateProblems) -> None:
-        """Take over what ``other`` has priced, for the same demands but for gap and limits."""
-        self.links, self.divided, self.runs = other.links, other.divided, other.runs
+        """Take over what ``other`` has priced and proved, for the same demands but for gap and limits."""
+        self.links, self.divided, self.runs, self.posed = other.links, other.divided, other.runs, other.posed
 
     def links_on(self, layout: MeshLayout) -> Links:
         """The prices of a layout."""
@@ -84,6 +86,13 @@ class CandidateProblems:
     def has_problem(self, candidate: Candidate) -> bool:
         """Whether the candidate's stages can be cut by a stage problem."""
         return True
+
+    def pose(self, candidate: Candidate, sharded: Sharded) -> PosedProblem:
+        """``problem`` with what is known of it, kept for a search with a smaller gap."""
+        key = candidate, id(sharded)
+        if key not in self.posed:
+            self.posed[key] = sharded, PosedProblem(self.problem(candidate, sharded))
+        return self.posed[key][1]
 
     def on_ranks(self, candidate: Candidate, sharded: Sharded) -> tuple[RankPrices, ...]:
         """By pipeline rank, what units cost there; ranks are alike."""

@@ -23,7 +23,8 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from planner.pipeline_ilp.stage_ilp import quick_bound, solve_stages
+from planner.pipeline_ilp.posed_problem import quick_bound
+from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import UNEQUAL_SCHEDULES, StageProblem
 from planner.whole_step.best_first import BYTE_WEIGHTS, STAGE_EFFORT
 from planner.whole_step.candidates.candidates import Candidate

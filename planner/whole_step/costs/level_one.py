@@ -15,7 +15,7 @@ from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.least_units import least_of_units
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
-from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices, ComputeTable
 from planner.whole_step.costs.unit_costs import StepUnits, unit_figures
 from planner.whole_step.costs.unit_figures import UnitFigures
 
@@ -92,6 +92,8 @@ class LevelOne:
     _of_units: dict[tuple[object, ...], tuple[float, ...] | None] = field(default_factory=dict)
     #: Lattices of parameters, by all of a cut but into how many pieces the batch is cut.
     _of_states: dict[tuple[object, ...], dict[tuple[object, ...], Lattice]] = field(default_factory=dict)
+    #: Seconds of operators on the cluster's devices, which are the same on all layouts.
+    _computed: ComputeTable = field(default_factory=dict)
     _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
     #: Routes of axes, numbered: axes on equal routes are priced alike, however far apart their devices are.
     _routes: dict[tuple[Span, ...], int] = field(default_factory=dict)
@@ -216,7 +218,7 @@ class LevelOne:
         links = self.links_on(layout)
         if self.cluster.has_direct_links:
             links = replace(links, axes=BestPlacedCostModel(self.cluster, layout.sizes))
-        return least_of_experts(self.space, cut, batch_prices(links, mixes=True))
+        return least_of_experts(self.space, cut, batch_prices(links, mixes=True), computed=self._computed)
 
     def may_be_better_elsewhere(self, cut: Cut) -> bool:
         """Whether a context axis may be faster beside a tensor axis than among neighbours."""
@@ -237,7 +239,7 @@ class LevelOne:
         if key not in self._beside:
             spread = MeshLayout(1, self.cluster.num_devices // cut.context // tensor, cut.context, tensor)
             prices = batch_prices(self.links_on(spread), mixes=True)
-            variant = Shardings(self.space, cut, prices, along=along.variant).variant()
+            variant = Shardings(self.space, cut, prices, along=along.variant, computed=self._computed).variant()
             self.solved += 1
             self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.step_units, variant).between
         return self._beside[key]
@@ -246,10 +248,13 @@ class LevelOne:
         self, cut: Cut, prices: BatchPrices, of_states: dict[tuple[object, ...], Lattice]
     ) -> Shardings | None:
         """The sharding ILP of ``cut``; with both axes, the context axis is fixed to what it does alone."""
-        if cut.context == 1 or cut.tensor == 1:
-            return Shardings(self.space, cut, prices, of_states=of_states)
-        along = self._along(cut)
-        return None if along is None else Shardings(self.space, cut, prices, along=along.variant, of_states=of_states)
+        along = None
+        if cut.context > 1 and cut.tensor > 1:
+            sharded = self._along(cut)
+            if sharded is None:
+                return None
+            along = sharded.variant
+        return Shardings(self.space, cut, prices, along=along, of_states=of_states, computed=self._computed)
 
     def _along(self, cut: Cut) -> Sharded | None:
         """What the context axis of ``cut`` does alone."""

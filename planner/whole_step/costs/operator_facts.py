@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.efficiency import ANY_ROWS
 from passes.ir.graph import Node, Value
@@ -20,6 +20,16 @@ class Fusion:
     writes: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, eq=False)
+class Likeness:
+    """The same object for all operators of one table that are priced alike where they are cut alike.
+
+    A search looks prices up by it a hundred thousand times, for which ``parts`` would be hashed again each time.
+    """
+
+    parts: tuple[object, ...]
+
+
 @dataclass(frozen=True)
 class OperatorFacts:
     """What an operator's price depends on beside its choice.
@@ -31,7 +41,7 @@ class OperatorFacts:
         with_gradient: the inputs that are read and have a gradient, as often as they are taken.
         grads: names of all inputs that have one.
         row_step: of a matrix product with its whole operands, see ``passes.rules.kinds``.
-        likeness: the same for operators that are priced alike where they are cut alike.
+        likeness: the same for operators that are priced alike where they are cut alike, in one ``OperatorTable``.
     """
 
     node: Node
@@ -44,7 +54,7 @@ class OperatorFacts:
     with_gradient: tuple[tuple[int, Value], ...]
     grads: tuple[str, ...]
     row_step: int
-    likeness: tuple[object, ...]
+    likeness: Likeness
 
     @staticmethod
     def of(node: Node, values: Mapping[str, Value], fusion: Fusion) -> OperatorFacts:
@@ -65,8 +75,26 @@ class OperatorFacts:
             with_gradient=tuple((place, value) for place, value in read if value.requires_grad),
             grads=tuple(name for name in dict.fromkeys(node.inputs) if values[name].requires_grad),
             row_step=step,
-            likeness=_likeness(node, values, fusion),
+            likeness=Likeness(_likeness(node, values, fusion)),
         )
+
+
+class OperatorTable:
+    """The facts of every operator of one graph, worked out once for all cuts; alike ones have one likeness."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self._facts: dict[int, OperatorFacts] = {}
+        self._likenesses: dict[tuple[object, ...], Likeness] = {}
+
+    def of(self, node: Node, values: Mapping[str, Value]) -> OperatorFacts:
+        """The facts of ``node``."""
+        facts = self._facts.get(id(node))
+        if facts is None:
+            facts = OperatorFacts.of(node, values, self.fusion)
+            shared = self._likenesses.setdefault(facts.likeness.parts, facts.likeness)
+            facts = self._facts[id(node)] = replace(facts, likeness=shared)
+        return facts
 
 
 def _likeness(node: Node, values: Mapping[str, Value], fusion: Fusion) -> tuple[object, ...]:

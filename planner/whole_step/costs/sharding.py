@@ -27,21 +27,23 @@ from planner.sharding_ilp.constraints import Constraint, apply_constraints, fold
 from planner.sharding_ilp.constraints import Demands as Pins
 from planner.sharding_ilp.lattice import Lattice, Lattices
 from planner.sharding_ilp.options import Labels, OperatorChoices, operator_options
+from planner.sharding_ilp.program_templates import ProgramTemplates
 from planner.sharding_ilp.sharding_problem import Problem, build_structure
-from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
+from planner.sharding_ilp.sharding_program import ShardingIlp
 from planner.sharding_ilp.space import Roles, fill_options
 from planner.solvers.linear import OPTIMAL, LinearProgram, LinearSolution
 from planner.solvers.nearly_integral import solve_nearly_integral
 from planner.solvers.pulp_solver import HIGHS, short_name
 from planner.whole_step.costs.batch_propagation import Followed, follow_batch
 from planner.whole_step.costs.expert_regions import ExpertRegions, expert_regions
-from planner.whole_step.costs.operator_facts import Fusion
+from planner.whole_step.costs.operator_facts import Fusion, OperatorTable
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
     EXPERT,
     STATE_AXES,
     TENSOR,
+    ComputeTable,
     StepPrices,
     StepPricing,
 )
@@ -114,6 +116,16 @@ class ShardingSpace:
     solver: str = HIGHS
     without_experts: bool = False
     row_axes: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def operators(self) -> OperatorTable:
+        """What the prices of all operators depend on, whatever the cut."""
+        return OperatorTable(self.fusion)
+
+    @functools.cached_property
+    def templates(self) -> ProgramTemplates:
+        """The rows of the programs of all cuts."""
+        return ProgramTemplates()
 
     @functools.cached_property
     def expert_nodes(self) -> frozenset[str]:
@@ -201,6 +213,7 @@ class Shardings:
         prices: seconds of compute and of collectives on this cut's axes (see ``planner.whole_step.costs.step_prices``).
         along: with both axes, what the context axis does alone: it is kept.
         of_states: lattices of parameters that other cuts have made (``StepPricing``).
+        computed: seconds of operators that other cuts have asked these devices for.
     """
 
     def __init__(
@@ -211,14 +224,15 @@ class Shardings:
         *,
         along: Variant | None = None,
         of_states: dict[tuple[object, ...], Lattice] | None = None,
+        computed: ComputeTable | None = None,
     ) -> None:
-        self.cut, self.along, self.solver = cut, along, space.solver
+        self.cut, self.along, self.solver, self.templates = cut, along, space.solver, space.templates
         fixed = {name: _on_sample_axes(space, cut, name, label) for name, label in space.followed.labels.items()}
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
         self.pricing = StepPricing(
             prices, cut.mesh, states=space.states, fusion=space.fusion, unconverted=space.unconverted,
-            unpriced=space.unpriced, of_states=of_states,
+            unpriced=space.unpriced, of_states=of_states, operators=space.operators, computed=computed,
         )  # fmt: skip
         self.problem = _problem(space, cut, self.pricing, fixed)
         self.lattices = Lattices(self.pricing)
@@ -260,7 +274,7 @@ class Shardings:
 
     @functools.cached_property
     def ilp(self) -> ShardingIlp:
-        return build_ilp(self.problem, self.lattices, memory_limit=None)
+        return self.templates.program(self.problem, self.lattices)
 
     def _weighed(self, worth: float) -> ShardingIlp:
         """The program with every byte at ``worth`` seconds."""
@@ -353,10 +367,14 @@ def _unpriced(problem: Problem, nodes: frozenset[str]) -> Problem:
     return replace(problem, elements=elements)
 
 
-def least_of_experts(space: ShardingSpace, cut: Cut, prices: StepPrices) -> float:
+def least_of_experts(
+    space: ShardingSpace, cut: Cut, prices: StepPrices, *, computed: ComputeTable | None = None
+) -> float:
     """Least seconds of one micro-batch in all mixtures' experts and the exchange of their tokens, whatever the types of
     operands on the searched axes; infinite if they cannot be cut so."""
-    pricing = StepPricing(prices, cut.mesh, states=space.states, fusion=space.fusion)
+    pricing = StepPricing(
+        prices, cut.mesh, states=space.states, fusion=space.fusion, operators=space.operators, computed=computed
+    )
     total = 0.0
     for node, copies in space.mixtures:
         fixed = _on_sample_axes(space, cut, node.name, space.followed.labels[node.name])

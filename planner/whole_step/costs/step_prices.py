@@ -31,7 +31,7 @@ from passes.rules.kinds import (
 )
 from passes.rules.linear_rows import LINEAR
 from planner.sharding_ilp.sharding_prices import Pricing
-from planner.whole_step.costs.operator_facts import Fusion, OperatorFacts
+from planner.whole_step.costs.operator_facts import Fusion, OperatorFacts, OperatorTable
 from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ _NUM_FACTORS = 3
 SCORE_PASSES: dict[bool, tuple[float, float]] = {False: (8.5, 9.5), True: (2.5, 3.5)}
 #: Bytes up to which a sum over the batch counts as a scalar of the loss.
 SCALAR_BYTES = 64
+#: Seconds forward and backward of operators, by all that they depend on: one operator's parts of the same shapes take
+#: equally long whatever axes made them.
+ComputeTable = dict[tuple[object, ...], tuple[float, float]]
 
 
 def weight_share(node: Node, values: Mapping[str, Value], states: frozenset[str]) -> float:
@@ -87,6 +90,8 @@ class StepPricing(Pricing):
     """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
 
     ``of_states``: lattices of parameters, whose prices have nothing to do with ``dp`` where they are whole on it.
+    ``operators``: facts of the operators, and ``computed`` what parts of them take on the devices of ``cost_model``, as
+    other cuts have worked them out.
     ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``; the values
     ``unconverted`` cannot be converted (infinite seconds), the values ``unpriced`` are converted for nothing.
     """
@@ -101,6 +106,8 @@ class StepPricing(Pricing):
         unconverted: frozenset[str] = frozenset(),
         unpriced: frozenset[str] = frozenset(),
         of_states: dict[tuple[object, ...], Lattice] | None = None,
+        operators: OperatorTable | None = None,
+        computed: ComputeTable | None = None,
     ) -> None:
         super().__init__(cost_model, mesh)
         self.of_states = of_states
@@ -108,8 +115,8 @@ class StepPricing(Pricing):
         self.prices = cost_model
         self.states = states
         self.fusion = fusion
-        self._facts: dict[int, OperatorFacts] = {}
-        self._computed: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._operators = OperatorTable(fusion) if operators is None else operators
+        self._computed = {} if computed is None else computed
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         if value.name in self.unconverted:
@@ -151,7 +158,7 @@ class StepPricing(Pricing):
         is_whole = all(shard_dim(each) is None for each in types[self.mesh.names.index(DATA)])
         return self.of_states if is_whole and self.family(value) == "state" else None
 
-    def likeness(self, node: Node, values: Mapping[str, Value]) -> tuple[object, ...]:
+    def likeness(self, node: Node, values: Mapping[str, Value]) -> object:
         return self._facts_of(node, values).likeness
 
     def compute(
@@ -165,11 +172,13 @@ class StepPricing(Pricing):
         cut: float,
         live: bool,
     ) -> tuple[float, float]:
-        """Seconds of one operator, forward and backward; alike ones, as those of equal layers, are priced once."""
+        """Seconds of one operator, forward and backward; equal parts of alike ones are priced once."""
         facts = self._facts_of(node, values)
         if facts.is_view:
             return 0.0, 0.0
-        key = (facts.likeness, tuple(inputs), tuple(outputs), flops, cut, live)
+        parts = [self._local_shape(values[name].shape, where) for name, where in zip(node.inputs, inputs)]
+        made = [self._local_shape(value.shape, where) for value, where in zip(node.outputs, outputs)]
+        key = (facts.likeness, *parts, *made, flops / cut, live)
         seconds = self._computed.get(key)
         if seconds is None:
             seconds = self._seconds(facts, values, inputs, outputs, flops=flops, cut=cut, live=live)
@@ -220,10 +229,7 @@ class StepPricing(Pricing):
 
     def _facts_of(self, node: Node, values: Mapping[str, Value]) -> OperatorFacts:
         """What is the same for all choices of an operator, worked out once."""
-        facts = self._facts.get(id(node))
-        if facts is None:
-            facts = self._facts[id(node)] = OperatorFacts.of(node, values, self.fusion)
-        return facts
+        return self._operators.of(node, values)
 
     def _product(
         self,

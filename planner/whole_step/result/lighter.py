@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from cost_models.schedules import SCHEDULES
 from cost_models.step_time import step_memory
-from planner.pipeline_ilp.stage_ilp import quick_bound, solve_stages
+from planner.pipeline_ilp.posed_problem import quick_bound
+from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.whole_step.best_first import BYTE_WEIGHTS, DIVE_EFFORT, Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
