@@ -251,6 +251,16 @@ def test_errors_about_a_saved_plan_are_one_line(
     assert Plan.load(target).config_name == "tiny-llama"
 
 
+def test_a_plan_of_a_config_by_path_is_asked_about_in_its_own_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, target = str(ROOT / "planner/library/configs/tiny-llama.json"), str(tmp_path / "plan.json")
+    assert main(["plan", config, *STEP[1:], "--dtype", "float32", "-o", target]) == 0
+    assert main(["explain", target, "lm_head", "--model", config]) == 0
+    assert main(["why-not", target, "--fix", "pp=1", "--model", config]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_an_error_of_our_own_is_one_line_that_says_how_to_see_more(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

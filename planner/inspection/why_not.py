@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models.short_text import ShortRepr, fold
@@ -12,7 +13,7 @@ from passes.plan.parameter_dtype import float_dtype
 from passes.plan.step_summary import seq_len_of, stopped_by, tokens_per_sample
 from passes.plan.text_tables import format_change, format_seconds
 from planner.inspection.plan_difference import PlanDifference, difference
-from planner.inspection.plan_graph import check_model, library_model
+from planner.inspection.plan_graph import check_model, graph_of_plan, library_model
 
 if TYPE_CHECKING:
     from cost_models import Cluster
@@ -92,6 +93,9 @@ def why_not(
     hardware = Cluster.from_dict(dict(plan.cluster)) if cluster is None else as_cluster(cluster, num_devices=1)
     if memory_limit is not None:
         refuse_beyond_devices(memory_limit, hardware, instead="ask for a cluster whose devices have more")
+    if isinstance(model, (str, Path)) and seq_len is None and global_batch is None:
+        with graph_of_plan(plan, model, example_inputs=example_inputs, loss_fn=loss_fn):
+            pass  # refuses another model before it is searched
     try:
         wished = search_again(
             library_model(plan) if model is None else model,
@@ -100,7 +104,7 @@ def why_not(
             seq_len=(seq_len or seq_len_of(plan)) if example_inputs is None else None,
             example_inputs=example_inputs,
             loss_fn=loss_fn,
-            dtype=float_dtype(plan) if model is None else None,
+            dtype=float_dtype(plan),
             fix=wish,
             forbid=without,
             constraints=plan.constraints or None,
