@@ -114,6 +114,8 @@ class Cluster:
         """
         if not 1 <= num_devices <= self.num_devices:
             raise ValueError(f"cluster {self.name!r} has {self.num_devices} devices, cannot take {num_devices} of them")
+        if num_devices == self.num_devices:
+            return self
         levels, inner = [], 1
         for index, level in enumerate(self.levels):
             size = min(level.group_size, num_devices)

@@ -15,6 +15,7 @@ from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
 from planner.checkpointed_models import refuse_checkpoints
 from planner.extensions import load_extensions
+from planner.pins import check_pins
 from planner.solvers.collection import no_collection
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def plan(
         read_demands,
         said,
     )
+    from planner.whole_step.candidates.mesh_layout import TENSOR_AXES
     from planner.whole_step.candidates.training_options import TrainingOptions
     from planner.whole_step.plan_step import check_objective, plan_step
 
@@ -147,8 +149,6 @@ def plan(
         if value is not None:
             check_count(name, value)
     load_extensions()
-    if constraints is not None and not isinstance(constraints, Mapping):
-        raise ValueError(f"constraints must be {{pattern: {{axis: demand}}}}, got {constraints!r}")
     shape = None if mesh is None else as_mesh_shape(mesh)
     needed = num_devices if shape is None else shape.num_devices
     hardware = as_cluster(cluster, num_devices=needed or 1)
@@ -158,6 +158,10 @@ def plan(
                 f"num_devices is {num_devices}, but mesh {shape} has {shape.num_devices}: drop one of them"
             )
         fix, shape = fixed_axes(shape.as_dict(), fix), None
+    if constraints is not None:
+        axes = TENSOR_AXES if shape is None else shape.names
+        what = f"a step, whose tensors lie on {', '.join(axes)}" if shape is None else f"mesh {shape}"
+        check_pins(constraints, axes, what=what)
     if shape is None and forbid_collectives:
         raise ValueError(
             "forbid_collectives means something only if a mesh is given and no option of whole steps: drop one of them"
@@ -249,7 +253,10 @@ def graph_to_plan(
 ) -> AbstractContextManager[PlannedGraph]:
     """The graph that ``plan`` plans for these arguments, kept or captured, to plan on inside of a ``with`` block."""
     from planner.graph_cache.planned_graph import PlannedGraph, planned_graph
+    from planner.library.batch_sizes import check_batch_sizes
 
+    if example_inputs is None and isinstance(model, (str, Path)):
+        check_batch_sizes(model, batch_size=batch_size, seq_len=seq_len)
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "seq_len": seq_len,
@@ -420,10 +427,10 @@ def example_inputs_of(module: torch.nn.Module, *, batch_size: int | None, seq_le
             f"example_inputs is missing: {type(module).__name__} is not a Hugging Face model, so its inputs cannot be "
             "made from batch_size and seq_len; pass example_inputs={name: tensor} or (tensor, ...)"
         )
-    if batch_size is None:
-        raise ValueError(
-            "batch_size (global_batch, --global-batch) is missing: give the samples in a step, over all devices"
-        )
     from planner.library import example_batch
+    from planner.library.batch_sizes import NO_SAMPLES
+
+    if batch_size is None:
+        raise ValueError(NO_SAMPLES)
 
     return example_batch(module, batch_size=batch_size, seq_len=seq_len)

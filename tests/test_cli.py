@@ -141,6 +141,8 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", *STEP, "--forbid", "all_gather"], "--mesh"),
         (["plan", *STEP, "--memory", "none"], "--memory none goes with --mesh"),
         (["plan", *STEP, "--headroom", "1.5"], "headroom"),
+        (["plan", *STEP, "--memory", "999999"], "leave --memory out, or give a cluster whose devices have more"),
+        (["plan", *TINY, "--memory", "999999"], "--memory none plans without a bound"),
         (["plan", *STEP, "--devices", "9"], "cannot take 9"),
         (["plan", *STEP, "--objective", "speed"], "time, devices, memory"),
         (["plan", *STEP, "--objective", "devices"], "--target-seconds goes with --objective devices"),
@@ -169,6 +171,9 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", "tiny-llama", "--seq-len", "-3"], "--seq-len: expected a whole number of at least 1, got '-3'"),
         (["plan", "tiny-llama", "--global-batch", "9" * 30], "--global-batch: expected a whole number"),
         (["plan", *STEP[:-2]], "error: --global-batch is missing"),
+        (["plan", "tiny-vit", *STEP[1:]], "--seq-len is of models whose samples are tokens, tiny-vit takes images"),
+        (["plan", "folder/config.json"], "there is no file of this name"),
+        (["plan", str(ROOT / "tests")], "there is a folder without a config.json of this name"),
         (["plan", *STEP, "--memory", "0.0001"], "each by itself: --memory 0.1 (GiB)"),
         (["plan", *STEP, "--time-limit", "nan"], "--time-limit: expected a positive number, got 'nan'"),
         (["plan", *TINY, "--dtype", "nn"], "--dtype: expected one of float64"),
@@ -176,6 +181,10 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", *TINY, "-o", "."], "it is a directory"),
         (["show", "\x1b[31mplan.json"], r"'\x1b[31mplan.json'"),
         (["verify", "tiny-llama", "--mesh", "no-such-plan.json"], "cannot read plan file 'no-such-plan.json'"),
+        (
+            ["show", str(ROOT / "planner/library/configs/tiny-llama.json")],
+            "expected what planner plan -o saves, got the config of a",
+        ),
         (["verify", "tiny-llama"], "verify needs to know on what"),
         (["verify", "tiny-llama", "--mesh", "tp=2", "--fix", "tpp=2"], "unknown name 'tpp'"),
         (["verify", "tiny-llama", "--cluster", "dgx-h10"], "unknown cluster 'dgx-h10'"),
@@ -198,6 +207,31 @@ def test_errors_are_one_line_and_exit_with_two(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["tiny-llama", "--global-batch", "8"], "--seq-len is missing"),
+        (["tiny-t5", "--seq-len", "16"], "--global-batch is missing"),
+        (["tiny-vit", "--seq-len", "16", "--global-batch", "8"], "takes images"),
+        ([*STEP, "--pin", "lm_head", "xp", "R"], "no axis 'xp' in a step, whose tensors lie on dp, ep, cp, tp"),
+        ([*STEP, "--pin", "lm_head", "pp", "R"], "no axis 'pp' in a step"),
+        ([*TINY, "--pin", "lm_head", "ep", "R"], "no axis 'ep' in mesh dp=2,tp=2"),
+        ([*STEP, "--pin", "lm_head", "tp", "Q(0)"], "unknown type 'Q(0)'"),
+        ([*STEP, "--freeze", "no-such-schedule.toml"], "no-such-schedule.toml"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said_before_anything_slow_is_imported(arguments: list[str], words: str) -> None:
+    code = (
+        "import sys\nfrom planner.cli import main\ncode = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\nsys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "plan", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, FOLDER_VARIABLE: ""}, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (["why-not", "{plan}", "--memory", "none"], "--memory takes a positive number of GiB, got 'none'"),
         (["trace", "{plan}", "-o", "{plan}"], "is the plan that is read"),
         (["report", "{plan}", "-o", "{plan}"], "is the plan that is read"),
@@ -215,6 +249,16 @@ def test_errors_about_a_saved_plan_are_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and words in error
     assert Plan.load(target).config_name == "tiny-llama"
+
+
+def test_a_plan_of_a_config_by_path_is_asked_about_in_its_own_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, target = str(ROOT / "planner/library/configs/tiny-llama.json"), str(tmp_path / "plan.json")
+    assert main(["plan", config, *STEP[1:], "--dtype", "float32", "-o", target]) == 0
+    assert main(["explain", target, "lm_head", "--model", config]) == 0
+    assert main(["why-not", target, "--fix", "pp=1", "--model", config]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_an_error_of_our_own_is_one_line_that_says_how_to_see_more(

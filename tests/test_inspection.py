@@ -16,6 +16,7 @@ import pytest
 import planner
 from cost_models import Cluster
 from passes.plan import Plan
+from passes.plan.step_plan import Alternative
 from passes.plan.step_summary import seq_len_of
 from passes.plan.text_tables import format_bytes
 from planner.cli import main
@@ -27,6 +28,7 @@ from planner.inspection.html_report.report_page import report_page
 from planner.inspection.memory_curves import memory_curves
 from planner.inspection.plan_difference import difference
 from planner.inspection.robustness import BreakEven
+from planner.inspection.running_cost import cost_lines, running_cost
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.step_trace import trace_events
 from planner.inspection.time_waterfall import busiest_rank, waterfall
@@ -147,6 +149,25 @@ def test_a_report_is_one_file_that_names_no_other(kind: str) -> None:
     assert "Cost per million samples" in page and len(page) < 5_000_000
 
 
+def test_a_step_that_takes_no_time_has_a_report_and_a_price() -> None:
+    """Devices and links of closed forms may cost nothing."""
+    free = Cluster.uniform(4, latency=0.0, bandwidth=float("inf"))
+    plan = planner.plan(Mlp(layers=4), free, **CALL)
+    assert plan.step.costs.simulated == 0.0
+    runner_up = Alternative("pp=2", 0.0, 0.0, 1.0)
+    plan = dataclasses.replace(plan, step=dataclasses.replace(plan.step, alternatives=(runner_up,)))
+    assert "+0.00%" in report_page(plan)
+    assert "0 days" in list(cost_lines(plan, device_hour_price=1.0, total=100))[1]
+
+
+def test_days_and_money_keep_three_digits_however_little_they_are() -> None:
+    plan = plan_of("1f1b")
+    seconds = 100 / running_cost(plan, 1.0).rate
+    priced, total = cost_lines(plan, device_hour_price=1e-3, total=100)
+    assert "0.096 a day" in priced
+    assert f"take {seconds / 86400:.3g} days" in total and f"cost {seconds / 3600 * 4e-3:.4g}" in total
+
+
 def test_names_in_a_report_are_text() -> None:
     page = report_page(
         dataclasses.replace(plan_of("mesh"), model="<img src=x onerror=alert(1)>"), source="</pre><script>"
@@ -204,7 +225,7 @@ def test_the_command_line_writes_reports_and_traces_and_prints_differences(
     seconds_of_sample = plan_of("1f1b").step.costs.simulated / 16
     text = " ".join(capsys.readouterr().out.split())
     assert f"{4 * 2 / 3600 * seconds_of_sample * 1e6:,.4g} per million samples, 192 a day" in text
-    assert f"1,000,000 samples take {1e6 * seconds_of_sample / 86400:,.1f} days" in text
+    assert f"1,000,000 samples take {1e6 * seconds_of_sample / 86400:.3g} days" in text
     assert main(["report", str(first), "-o", str(tmp_path / "missing" / "a.html")]) == 2
     assert main(["report", str(first), "-o", str(tmp_path / "a.html"), "--source", str(tmp_path / "none.py")]) == 2
 
@@ -244,6 +265,7 @@ def test_a_wish_cannot_be_only_where_that_is_proved(monkeypatch: pytest.MonkeyPa
         ("1f1b", {"fix": {"tp": 4}}, "does not name a config"),
         ("1f1b", {"seq_len": 32}, "seq_len is of models"),
         ("1f1b", {"fix": {"no such": 4}}, "unknown name"),
+        ("1f1b", {"memory_limit": 2**31}, "a bound of 2 GiB is more than the 1 GiB that devices of uniform have"),
         ("1f1b", {"fix": {"schedule": "gpipe"}, "model": Mlp(layers=5), **CALL}, "is another than"),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 from passes.ir.graph import Graph
 from passes.rules.operator_call import bind
 from planner.library import build_model, config_names, example_batch, example_ids, load_config, random_batch
+from planner.library.batch_sizes import takes_tokens
 from planner.planning import capture_for_planning
 
 pytest.importorskip("transformers")
@@ -243,6 +244,20 @@ def test_embeddings_are_tied_as_the_config_says() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown model 'lama-3-8b': did you mean 'llama-3-8b'.*tiny-vit"):
         load_config("lama-3-8b")
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_the_class_of_a_config_says_whether_its_batches_need_tokens(name: str) -> None:
+    """What ``planner plan`` says before transformers is loaded is what the batch of the config says then."""
+    told = takes_tokens(name)
+    config = load_config(name)
+    try:
+        example_batch(config, batch_size=2)
+        needed = False
+    except ValueError as error:
+        assert "seq_len is missing" in str(error)
+        needed = True
+    assert told in (None, needed) and (told is not None or config.model_type in ("clip", "siglip"))
 
 
 def test_sizes_that_do_not_fit() -> None:

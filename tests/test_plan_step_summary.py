@@ -137,6 +137,13 @@ def test_a_step_that_contradicts_its_mesh_is_refused(changes: dict[str, Any], wo
         Plan.from_dict(json.loads(with_step(**changes).to_json()))
 
 
+def test_a_cluster_of_another_size_than_the_mesh_is_refused() -> None:
+    data = json.loads(PLAN.to_json())
+    data["cluster"] = Cluster.uniform(12).to_dict()
+    with pytest.raises(ValueError, match="cluster: 12 devices, but the axes of the step have"):
+        Plan.from_dict(data)
+
+
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [

@@ -39,6 +39,9 @@ def check_version(data: Any, version: int, *, kind: str | None = None, where: st
             else "is of generating text (planner plan --serve), and one of a training step is needed: planner show, "
             "diff, explain and report take both"
         )
+    if "version" not in data:
+        what = "the config of a model" if "model_type" in data else "a JSON object without a version"
+        raise ValueError(f"expected what planner plan -o saves, got {what}")
     if data.get("version") != version:
         raise ValueError(
             f"{where} version {data.get('version')!r} is not supported: this program reads version {version}; "
@@ -178,6 +181,7 @@ def check_step(plan: PlanData) -> None:
     for name, size in plan.mesh.as_dict().items():
         if step.axes[name] != size:
             raise ValueError(f"step: axis {name!r} has size {step.axes[name]}, but {size} in mesh {plan.mesh}")
+    _check_num_devices(plan)
     if step.interval is not None and not 0.0 <= step.interval[0] <= step.interval[1] < math.inf:
         raise ValueError(f"step.interval: expected two finite seconds in order, got {step.interval}")
     if step.stage_devices and len(step.stage_devices) != step.axes["pp"]:
@@ -191,6 +195,21 @@ def check_step(plan: PlanData) -> None:
             f"step: {step.num_microbatches} micro-batches of {step.local_batch} on {step.sample_groups} groups "
             f"are {samples} samples, not {step.global_batch}"
         )
+
+
+def _check_num_devices(plan: PlanData) -> None:
+    """The cluster, as far as it can be read, has as many devices as the mesh."""
+    levels = plan.cluster.get("levels")
+    if not isinstance(levels, list) or not levels or not all(isinstance(level, dict) for level in levels):
+        return
+    num_devices = 1
+    for level in levels:
+        size = level.get("size")
+        if not isinstance(size, int):
+            return
+        num_devices *= size
+    if num_devices != plan.step.num_devices:
+        raise ValueError(f"cluster: {num_devices} devices, but the axes of the step have {plan.step.num_devices}")
 
 
 def _check_one_chunk(step: StepPlan) -> None:

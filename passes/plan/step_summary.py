@@ -15,6 +15,7 @@ from passes.plan.stage_table import format_numbers, memory_table, stage_table
 from passes.plan.step_plan import CALLERS, Alternative, RankMemory, StepPlan
 from passes.plan.text_tables import (
     format_bytes,
+    format_change,
     format_list,
     format_rate,
     format_seconds,
@@ -77,7 +78,7 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
     lines += host_lines(plan.cluster, step)
     lines.append(f"fullest device {format_bytes(fullest.total)}{share}, most of it {most}")
     lines += [
-        f"next best, {_more(other.simulated, costs.simulated)}: {other.what}"
+        f"next best, {format_change(other.simulated, costs.simulated)}: {other.what}"
         for other in step.alternatives[:BRIEF_ALTERNATIVES]
     ]
     lines += [note for note in plan.notes if note.startswith(FASTER_ALONE)]
@@ -281,15 +282,11 @@ def _largest_parts(memory: RankMemory) -> list[tuple[str, float]]:
 def _against(step: StepPlan, other: Alternative) -> str:
     costs = step.costs
     fullest = max(memory.total for memory in step.memory)
+    simulated, objective = format_change(other.simulated, costs.simulated), format_change(other.seconds, costs.seconds)
     return (
-        f"closest other plan that was solved: {other.what}: {_more(other.simulated, costs.simulated)} time as "
-        f"simulated, {_more(other.seconds, costs.seconds)} by the objective, {format_bytes(other.memory)} against "
-        f"{format_bytes(fullest)} on the fullest device"
+        f"closest other plan that was solved: {other.what}: {simulated} time as simulated, {objective} by the "
+        f"objective, {format_bytes(other.memory)} against {format_bytes(fullest)} on the fullest device"
     )
-
-
-def _more(other: float, ours: float) -> str:
-    return f"{other / ours - 1.0:+.2%}" if ours else "+0.00%"
 
 
 def _search(plan: PlanData, step: StepPlan) -> str:

@@ -48,6 +48,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_change(other: float, ours: float) -> str:
+    """By how much ``other`` is more than ``ours``, ``+1.50%``; ``+0.00%`` of nothing."""
+    return f"{other / ours - 1.0:+.2%}" if ours else "+0.00%"
+
+
 @contextmanager
 def lines_within(width: int | None) -> Iterator[None]:
     """Let tables made inside of the ``with`` block have lines of at most ``width`` columns (None: of any length)."""

@@ -41,10 +41,13 @@ def run_training_timeline(options: argparse.Namespace, request: Mapping[str, Any
         request: arguments of ``planner.plan``.
     """
     from planner.changing.freeze_schedule import FreezeSchedule
-    from planner.training_timeline import plan_training
+    from planner.library.batch_sizes import check_batch_sizes
 
-    schedule = FreezeSchedule.from_toml(options.freeze)
+    schedule, cache = FreezeSchedule.from_toml(options.freeze), _cache(options)
+    check_batch_sizes(options.model, batch_size=request["global_batch"], seq_len=request["seq_len"])
+    from planner.training_timeline import plan_training  # imports torch
+
     arguments = {name: value for name, value in request.items() if name != "mesh"}
-    timeline = plan_training(options.model, arguments.pop("cluster"), schedule, cache=_cache(options), **arguments)
+    timeline = plan_training(options.model, arguments.pop("cluster"), schedule, cache=cache, **arguments)
     print(timeline.summary(), end="")
     return 0

@@ -220,6 +220,7 @@ def run_plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         refuse_beside(options, parser, TAKEN_BY_SERVING, beside="--serve")
         return _run_serving(options)
     refuse_alone(options, SERVING, without="is of generating text: add --serve")
+    refuse_unused_length(options)
     if options.cluster is not None and has_islands(options.cluster):
         refuse_beside(options, parser, TAKEN_BY_ISLANDS, beside="a cluster of islands")
         return run_island_plan(options)
@@ -239,6 +240,16 @@ def run_plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         print(f"\n{printable_lines(_compared(planned, options, names, layouts))}")
     _print_where(options)
     return 0
+
+
+def refuse_unused_length(options: argparse.Namespace) -> None:
+    """Raise ValueError for a number of tokens if the model takes none."""
+    if options.seq_len is None:
+        return
+    from planner.library.batch_sizes import takes_tokens
+
+    if takes_tokens(options.model) is False:
+        raise ValueError(f"--seq-len is of models whose samples are tokens, {options.model} takes images: drop it")
 
 
 def _print_where(options: argparse.Namespace) -> None:
@@ -354,29 +365,36 @@ def _where(options: argparse.Namespace) -> dict[str, Any]:
     where = {"cluster": cluster, "mesh": shape}
     forbids_choice = any("=" in text for text in options.forbid)
     if shape is None or forbids_choice or asks_for_step(shape.names, said(_step_options(options))):
-        return {**where, **_of_step(options)}
+        return {**where, **_of_step(options, cluster)}
     return {**where, "memory_limit": _memory(options, cluster), "forbid_collectives": tuple(options.forbid)}
 
 
 def _memory(options: argparse.Namespace, cluster: Cluster) -> float | None:
     """The memory bound on a given mesh, where no other option keeps a plan within its devices."""
     from cost_models.memory import HEADROOM
+    from planner.whole_step.candidates.demands import refuse_beyond_devices
 
     if options.memory is None:
         return cluster.device.usable_bytes * (1.0 - HEADROOM)
-    return None if options.memory == "none" else read_gib(options.memory, expected="a positive number of GiB or 'none'")
+    if options.memory == "none":
+        return None
+    limit = read_gib(options.memory, expected="a positive number of GiB or 'none'")
+    refuse_beyond_devices(limit, cluster, instead="--memory none plans without a bound")
+    return limit
 
 
-def _of_step(options: argparse.Namespace) -> dict[str, Any]:
+def _of_step(options: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     for text in options.forbid:
         if "=" not in text:
             raise ValueError(
                 f"--forbid takes NAME=VALUE[,VALUE…] (recompute=full), got {text!r}; a collective can be forbidden "
                 "with --mesh alone"
             )
+    from planner.whole_step.candidates.demands import refuse_beyond_devices
+
     if options.memory == "none":
         raise ValueError("--memory none goes with --mesh alone: a step has to fit in the devices' memory")
-    return {
-        "memory_limit": None if options.memory is None else read_gib(options.memory),
-        "forbid": read_choices(options.forbid, option="--forbid"),
-    }
+    limit = None if options.memory is None else read_gib(options.memory)
+    if limit is not None:
+        refuse_beyond_devices(limit, cluster, instead="leave --memory out, or give a cluster whose devices have more")
+    return {"memory_limit": limit, "forbid": read_choices(options.forbid, option="--forbid")}

@@ -13,7 +13,7 @@ from cost_models.step_time import step_memory
 from cost_models.unequal_devices import orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
-from passes.plan.text_tables import format_bytes, format_seconds, format_table
+from passes.plan.text_tables import format_bytes, format_change, format_seconds, format_table
 from planner.inspection.plan_graph import graph_of_plan, library_model
 from planner.whole_step.candidates.demands import NEVER, Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import (
@@ -151,7 +151,7 @@ def comparison_table(plan: Plan, layouts: Sequence[ComparedLayout]) -> str:
         if layout.seconds is None:
             rows.append([_short(layout.name), "—", "", ""])
         else:
-            change = f"{layout.seconds / ours - 1.0:+.2%}"
+            change = format_change(layout.seconds, ours)
             rows.append([_short(layout.name), format_seconds(layout.seconds), change, format_bytes(layout.memory)])
     table = format_table("Other layouts, simulated", ("layout", "seconds", "against it", "memory"), rows)
     whats = [textwrap.fill(f"{layout.name}: {layout.what}", 78, subsequent_indent="    ") for layout in layouts]

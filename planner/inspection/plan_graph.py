@@ -39,7 +39,7 @@ def graph_of_plan(
         seq_len=seq_len_of(plan) if example_inputs is None else None,
         example_inputs=example_inputs,
         loss_fn=loss_fn,
-        dtype=float_dtype(plan) if model is None else None,
+        dtype=float_dtype(plan),
     ) as planned:
         check_model(plan, fingerprint(planned.graph))
         yield planned.graph

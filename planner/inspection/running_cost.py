@@ -54,10 +54,16 @@ def cost_lines(plan: Plan | ServingPlan, *, device_hour_price: float | None, tot
     cost = running_cost(plan, device_hour_price or 0.0)
     if device_hour_price is not None:
         yield (
-            f"{cost.per_million:,.4g} per million {cost.unit}, {cost.per_day:,.0f} a day, at {device_hour_price:g} per "
-            "device-hour"
+            f"{cost.per_million:,.4g} per million {cost.unit}, {_amount(cost.per_day)} a day, at "
+            f"{device_hour_price:g} per device-hour"
         )
     if total is not None:
-        days = total / cost.rate / _SECONDS_AN_HOUR / _HOURS_A_DAY
-        price = f" and cost {days * cost.per_day:,.0f}" if device_hour_price is not None else ""
-        yield f"{total:,} {cost.unit} take {days:,.1f} days without a failure{price}"
+        days = total / cost.rate / _SECONDS_AN_HOUR / _HOURS_A_DAY if cost.rate else 0.0
+        price = f" and cost {_amount(days * cost.per_day)}" if device_hour_price is not None else ""
+        took = f"{days:,.1f}" if days >= 10.0 else f"{days:.3g}"
+        yield f"{total:,} {cost.unit} take {took} days without a failure{price}"
+
+
+def _amount(money: float) -> str:
+    """Money as text, cents where there are less than a hundred."""
+    return f"{money:,.0f}" if money >= 100.0 else f"{money:.4g}"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models.short_text import ShortRepr, fold
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
 from passes.plan.step_summary import seq_len_of, stopped_by, tokens_per_sample
-from passes.plan.text_tables import format_seconds
+from passes.plan.text_tables import format_change, format_seconds
 from planner.inspection.plan_difference import PlanDifference, difference
-from planner.inspection.plan_graph import check_model, library_model
+from planner.inspection.plan_graph import check_model, graph_of_plan, library_model
 
 if TYPE_CHECKING:
     from cost_models import Cluster
@@ -65,8 +66,9 @@ def why_not(
         >>> print(why_not(Plan.load("plan.json"), fix={"tp": 4}).table())
     """
     from cost_models import Cluster
+    from planner.planning import as_cluster
     from planner.planning import plan as search_again
-    from planner.whole_step.candidates.demands import FRAMEWORK, read_demands
+    from planner.whole_step.candidates.demands import FRAMEWORK, read_demands, refuse_beyond_devices
     from planner.whole_step.candidates.no_plan import NoPlan
 
     changed = {"memory_limit": memory_limit, "seq_len": seq_len, "global_batch": global_batch, "cluster": cluster}
@@ -86,17 +88,23 @@ def why_not(
     demands = plan.certificate.demands
     wish = {**demands.get("fix", {}), **(fix or {})}
     without = {**demands.get("forbid", {}), **(forbid or {})}
-    read_demands(wish, without)
+    read_demands(wish, without, memory_limit=memory_limit)
     step = plan.step
+    hardware = Cluster.from_dict(dict(plan.cluster)) if cluster is None else as_cluster(cluster, num_devices=1)
+    if memory_limit is not None:
+        refuse_beyond_devices(memory_limit, hardware, instead="ask for a cluster whose devices have more")
+    if isinstance(model, (str, Path)) and seq_len is None and global_batch is None:
+        with graph_of_plan(plan, model, example_inputs=example_inputs, loss_fn=loss_fn):
+            pass  # refuses another model before it is searched
     try:
         wished = search_again(
             library_model(plan) if model is None else model,
-            Cluster.from_dict(dict(plan.cluster)) if cluster is None else cluster,
+            hardware,
             global_batch=global_batch or step.global_batch,
             seq_len=(seq_len or seq_len_of(plan)) if example_inputs is None else None,
             example_inputs=example_inputs,
             loss_fn=loss_fn,
-            dtype=float_dtype(plan) if model is None else None,
+            dtype=float_dtype(plan),
             fix=wish,
             forbid=without,
             constraints=plan.constraints or None,
@@ -123,7 +131,9 @@ def why_not(
 
 def _verdict(plan: Plan, wished: Plan) -> str:
     ours, theirs = plan.step.costs.simulated, wished.step.costs.simulated
-    change, least = theirs / ours - 1.0, wished.certificate.bound / plan.certificate.objective - 1.0
+    change = theirs / ours - 1.0 if ours else 0.0
+    objective = plan.certificate.objective
+    least = wished.certificate.bound / objective - 1.0 if objective else 0.0
     reason = stopped_by(wished)
     stopped = f" The search was stopped ({reason}): better plans that meet it may exist." if reason else ""
     if change <= 0.0:
@@ -140,6 +150,6 @@ def _changed_verdict(plan: Plan, wished: Plan) -> str:
     name = "tokens/s" if tokens_per_sample(plan) else "samples/s"
     return (
         f"So asked, the best plan takes {format_seconds(seconds[1])} a step, simulated "
-        f"({seconds[1] / seconds[0] - 1.0:+.2%}), for {rates[1]:,.4g} {name} ({rates[1] / rates[0] - 1.0:+.2%}), "
+        f"({format_change(seconds[1], seconds[0])}), for {rates[1]:,.4g} {name} ({format_change(rates[1], rates[0])}), "
         f"gap {wished.certificate.gap:.2%}{f' ({stopped_by(wished)})' * bool(stopped_by(wished))}."
     )

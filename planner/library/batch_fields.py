@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.library import tasks
+from planner.library.batch_sizes import NO_LENGTH
 from planner.library.image_tokens import TYPED, image_fields
 
 #: Pixels along each side of an image where the config does not say (``resnet`` takes any).
@@ -73,7 +74,7 @@ def check_positions(config: Any, length: int, what: str) -> None:
 
 def _tokens(config: Any, batch_size: int, seq_len: int | None) -> Field:
     if seq_len is None:
-        raise ValueError("seq_len is missing: give the number of tokens of each sample")
+        raise ValueError(NO_LENGTH)
     if seq_len < 2:
         raise ValueError(f"seq_len must be at least 2, got {seq_len}")
     check_positions(config, seq_len, "seq_len")

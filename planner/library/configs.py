@@ -43,15 +43,7 @@ def load_config(name_or_path: str | Path) -> Any:
         ValueError: for an unknown name, a file that is no config, or a model type that transformers does not know.
     """
     path = config_file(str(name_or_path))
-    try:
-        entries = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: expected a Hugging Face config in JSON ({error})") from error
-    if not isinstance(entries, dict) or "model_type" not in entries:
-        raise ValueError(
-            f"{path} is no Hugging Face config: it has no 'model_type'; expected the config.json of a model, which "
-            'says what it is ("model_type": "llama")'
-        )
+    entries = config_entries(path)
     model_type = entries.pop("model_type")
     transformers = transformers_module()
     try:
@@ -67,6 +59,24 @@ def load_config(name_or_path: str | Path) -> Any:
     if isinstance(entries.get("tie_word_embeddings"), bool):
         config.tie_word_embeddings = entries["tie_word_embeddings"]  # T5's own config class says True whatever is given
     return config
+
+
+def config_entries(path: Path) -> dict[str, Any]:
+    """What stands in the file of a config, read without transformers.
+
+    Raises:
+        ValueError: for a file that is no config.
+    """
+    try:
+        entries = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: expected a Hugging Face config in JSON ({error})") from error
+    if not isinstance(entries, dict) or "model_type" not in entries:
+        raise ValueError(
+            f"{path} is no Hugging Face config: it has no 'model_type'; expected the config.json of a model, which "
+            'says what it is ("model_type": "llama")'
+        )
+    return entries
 
 
 def config_file(name: str) -> Path:
@@ -87,6 +97,12 @@ def config_file(name: str) -> Path:
         raise ValueError(
             f"unknown model {name!r}: models are named by configs here; one that is Python is planned from Python, "
             "planner.plan(module, cluster, example_inputs=…)"
+        )
+    if path.suffix == ".json" or len(path.parts) > 1 or path.is_dir():
+        what = "a folder without a config.json" if path.is_dir() else "no file"
+        raise ValueError(
+            f"unknown model {name!r}: there is {what} of this name; expected the path of a config.json, a folder with "
+            "one, or a name from the config library, such as llama-3-8b"
         )
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""

@@ -24,6 +24,7 @@ from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape, Placement, R, parse_type, shard_dim
 from passes.plan import Plan
 from passes.repeats.repeated_blocks import BlockRun, grouped
+from planner.pins import check_pins
 from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_problem import Element, Problem
 
@@ -163,30 +164,14 @@ def user_constraints(problem: Problem, mesh: MeshShape, demands: Demands) -> lis
     Raises:
         ValueError: if a pattern matches nothing, an axis is unknown, or a demand cannot be read.
     """
+    check_pins(demands, mesh.names, what=f"mesh {mesh}")
     constraints = []
     for pattern, by_axis in demands.items():
         matched = match(problem.graph, pattern)
-        if not isinstance(by_axis, Mapping):
-            raise ValueError(f"constraint {pattern!r}: expected {{axis: demand}}, got {by_axis!r}")
         for axis, demand in by_axis.items():
-            _check_words(pattern, demand)
-            if axis not in mesh.names:
-                raise ValueError(f"constraint {pattern!r}: no axis {axis!r} in mesh {mesh}")
             if mesh.size(axis) > 1:
                 constraints.append(_constraint(problem, pattern, matched, axis, mesh.names.index(axis), demand))
     return constraints
-
-
-def _check_words(pattern: str, demand: Any) -> None:
-    """Refuse what can be neither a type nor the label of a choice; labels are lower case."""
-    words = [demand] if isinstance(demand, str) else demand
-    for word in words if isinstance(words, Iterable) else [words]:
-        if word == "S" or (isinstance(word, str) and any(letter.islower() for letter in word)):
-            continue
-        try:
-            parse_type(word if isinstance(word, str) else repr(word))
-        except ValueError as error:
-            raise ValueError(f"constraint {pattern!r}: {error}, or the label of a choice such as 'cut n'") from None
 
 
 def _constraint(problem: Problem, pattern: str, matched: Matched, name: str, axis: int, demand: Any) -> Constraint:

@@ -54,7 +54,7 @@ def pipeline_section(plan: Plan, report: StepReport) -> ReportSection:
         "waiting for communication."
     )
     header = ("pipeline rank", "computes", "waits for communication", "waits for other ranks", "bubble")
-    return ReportSection(summary, header, rows, _chart(report))
+    return ReportSection(summary, header, rows, _chart(report) if report.seconds else None)
 
 
 def joined(events: Iterable[Event]) -> Iterator[Event]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.plan import Plan
-from passes.plan.text_tables import format_bytes, format_seconds
+from passes.plan.text_tables import format_bytes, format_change, format_seconds
 from planner.inspection.baseline_comparison import ComparedLayout
 from planner.inspection.robustness import LARGEST, BreakEven
 
@@ -25,8 +25,8 @@ def runner_up_rows(plan: Plan) -> list[list[str]]:
         [
             other.what,
             format_seconds(other.simulated),
-            f"{other.simulated / costs.simulated - 1.0:+.2%}",
-            f"{other.seconds / costs.seconds - 1.0:+.2%}",
+            format_change(other.simulated, costs.simulated),
+            format_change(other.seconds, costs.seconds),
             format_bytes(other.memory),
         ]
         for other in plan.step.alternatives
@@ -42,7 +42,7 @@ def layout_rows(plan: Plan, layouts: Sequence[ComparedLayout]) -> list[list[str]
         else [
             layout.name,
             format_seconds(layout.seconds),
-            f"{layout.seconds / ours - 1.0:+.2%}",
+            format_change(layout.seconds, ours),
             format_bytes(layout.memory),
             layout.what,
         ]

@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cost_models import Cluster
 from cost_models.fields import suggest
 from cost_models.schedules import SCHEDULES
 from passes.plan.step_plan import ACTIVATIONS, ALL, ON_HOST, OPTIMIZER
+from passes.plan.text_tables import format_bytes
 from planner.solvers.pulp_solver import HIGHS
 from planner.whole_step.candidates.mesh_layout import AXES
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES, TrainingOptions
@@ -238,6 +240,16 @@ def check_memory_limit(value: Any) -> None:
     """Raise ValueError unless ``value`` is bytes, or None for no limit."""
     if value is not None and (not is_number(value) or not 0 < value < math.inf):
         raise ValueError(f"memory_limit must be a positive number of bytes (None: all there is), got {value!r}")
+
+
+def refuse_beyond_devices(memory_limit: float, cluster: Cluster, *, instead: str) -> None:
+    """Raise ValueError for a bound above the memory of every device; ``instead``: what to do, for the message."""
+    most = max(group.device.memory_bytes for group in cluster.groups)
+    if memory_limit > most:
+        raise ValueError(
+            f"a bound of {format_bytes(memory_limit)} is more than the {format_bytes(most)} that devices of "
+            f"{cluster.name} have: {instead}"
+        )
 
 
 def check_time_limit(value: Any) -> None:

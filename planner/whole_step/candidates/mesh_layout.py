@@ -16,6 +16,8 @@ from cost_models.hardware import placement
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 
 AXES = (PIPELINE, DATA, EXPERT, CONTEXT, TENSOR)
+#: Axes that tensors are typed on.
+TENSOR_AXES = AXES[1:]
 #: The axis of groups that hold the same pieces, in the prices of hybrid sharding.
 REPLICAS = "replicas"
 #: Orders that are tried, outermost axis first. The tensor axis, which talks most and must be waited for, is innermost;
