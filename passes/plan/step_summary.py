@@ -300,7 +300,7 @@ def certificate_lines(plan: PlanData, step: StepPlan) -> list[str]:
     certificate = plan.certificate
     program = "stages" if step.decides_units else "shardings"
     return [
-        f"objective {format_seconds(certificate.objective)}, no plan takes less than "
+        f"objective {format_seconds(certificate.objective)}, no plan searched takes less than "
         f"{format_seconds(certificate.bound)}: gap {certificate.gap:.3%} ({certificate.status})",
         f"{certificate.solver}; {program}: {counted(certificate.num_variables, 'variable')}, "
         f"{counted(certificate.num_constraints, 'constraint')}",

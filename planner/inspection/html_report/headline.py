@@ -41,7 +41,7 @@ def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     fullest, limit = step.memory[step.fullest_rank].total, step.memory_limit_of(step.fullest_rank)
     share = f"{fullest / limit:.1%} of {format_bytes(limit)}" if limit else ""
     yield Card("Fullest device", format_bytes(fullest), share)
-    yield Card("Gap", f"{certificate.gap:.2%}", f"no plan takes less than {format_seconds(certificate.bound)}")
+    yield Card("Gap", f"{certificate.gap:.2%}", f"no plan searched takes less than {format_seconds(certificate.bound)}")
     if price is not None:
         cost = running_cost(plan, price)
         remark = f"at {price:g} per device-hour; {cost.per_day:,.0f} a day"
