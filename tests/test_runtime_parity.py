@@ -1,4 +1,4 @@
-"""Sharded training on real gloo processes against one process: loss, all gradients, weights after two AdamW steps."""
+"""Sharded training on real gloo processes against one process: loss, all gradients, weights after three AdamW steps."""
 
 from __future__ import annotations
 
