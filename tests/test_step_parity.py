@@ -1,6 +1,6 @@
-"""Whole steps on real processes compute what one device does: loss, every gradient, weights after two AdamW steps.
+"""Whole steps on real processes compute what one device does: loss, every gradient, weights after three AdamW steps.
 
-``benchmarks/parity.py`` runs many more, for three steps; ``tests/step_parity_worker.py`` says what is compared.
+``benchmarks/parity.py`` runs many more; ``tests/step_parity_worker.py`` says what is compared.
 """
 
 from __future__ import annotations
@@ -96,8 +96,6 @@ EXCHANGED: tuple[Case, ...] = tuple(
         "rows exchanged, weights gathered": {"dp": 2, "tp": 2, "num_microbatches": 2, "zero": 3},
     }.items()
 )
-#: The second is the first that updates weights by what the optimizer remembers.
-STEPS = 2
 EVALUATED = ("zero bubbles and split tensors", "half in flight", "split sequences")
 
 
@@ -105,7 +103,7 @@ EVALUATED = ("zero bubbles and split tensors", "half in flight", "split sequence
 def results() -> dict[str, dict[str, Any]]:
     # Outputs without a loss are of other programs: one of a pipeline and one of a mesh stand for all.
     cases = [
-        {**each, "evaluated": each["name"] in EVALUATED, "steps": STEPS}
+        {**each, "evaluated": each["name"] in EVALUATED}
         for each in (*CASES, *IN_PAIRS, *EXCHANGED, SINGLE, NARROW, NARROW_CHUNKS)
     ]
     return run_on_ranks("step_parity_worker", 4, cases, timeout=PATIENCE)
@@ -141,7 +139,7 @@ def test_the_loss_is_really_in_chunks(entry: Case) -> None:
 
 @pytest.mark.parametrize("entry", [NARROW, NARROW_CHUNKS], ids=lambda entry: entry["name"])
 def test_computing_in_bfloat16_keeps_wide_masters(entry: Case) -> None:
-    """The steps stay near those in float32."""
+    """Three steps stay near those in float32."""
     result = results()[entry["name"]]
     assert result["dtypes"] == ["torch.float32"]
     assert 0.0 < result["loss_error"] < 2e-2
