@@ -23,14 +23,9 @@ def main() -> None:
 
 
 def compare(
-    mesh: str,
-    options: dict[str, Any],
-    model: dict[str, Any],
-    nobody: bool = False,
-    evaluated: bool = False,
-    steps: int = 2,
+    mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: bool = False, evaluated: bool = False
 ) -> dict[str, Any]:
-    """Largest relative error of loss, gradients, and weights after some AdamW steps; the collectives of one step.
+    """Largest relative error of loss, gradients, and weights after three AdamW steps; the collectives of one step.
 
     ``nobody``: the router sends every token to the first experts, so that a rank has none. ``evaluated``: one loss
     without gradients, too.
@@ -43,7 +38,7 @@ def compare(
         parallel = planner.compile(copy.deepcopy(single), mesh, example_inputs=batch, **options)
         optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (single, parallel)]
         errors: dict[str, float] = {}
-        for step in range(steps):
+        for step in range(3):
             load: Any = None
             with CommunicationCounter(parallel.layout.device_mesh) as counter, contextlib.ExitStack() as stack:
                 load = stack.enter_context(parallel.expert_load()) if step else None  # nothing is counted else

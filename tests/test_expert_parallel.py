@@ -29,13 +29,11 @@ BESIDE: list[dict[str, Any]] = [
     )
 ]
 
-#: Two chunks, of which one has the first layer, whose experts are balanced by a bias and by a loss; the third step has
-#: the bias that the second one's load gave.
+#: Two chunks, of which one has the first layer, whose experts are balanced by a bias and by a loss.
 BALANCED: dict[str, Any] = {
     "mesh": "ep=2,pp=2",
     "options": {"fix": {"num_microbatches": 2}},
     "model": {"balanced": True, "balance_loss": 0.1},
-    "steps": 3,
 }
 FOUR_RANKS: dict[str, Any] = {"mesh": "ep=4", "options": {"fix": {"zero": 0, "num_microbatches": 2}}, "model": {}}
 #: Whole steps with an axis of experts: ZeRO over dp and ep, that of experts over dp alone.
