@@ -15,6 +15,7 @@ from passes.capture.draws import number_draws
 from passes.capture.repeats import MIN_PERIODS, find_repeats
 from passes.ir.graph import Graph
 from planner.library import build_model, example_batch, load_config
+from tests.cells import cells, named_cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,7 +56,7 @@ def contents(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-opt", "tiny-bloom"]
+    "name", cells(["tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-bloom"], ["tiny-opt"])
 )
 def test_library_models(name: str) -> None:
     config = load_config(name)
@@ -68,7 +69,7 @@ def test_library_models(name: str) -> None:
     assert shortened == whole
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", named_cells(OTHERS, "mistral", "gpt_neox"))
 def test_other_architectures(name: str) -> None:
     class_name, entries = OTHERS[name]
     model = build_model(transformers.AutoConfig.for_model(name, architectures=[class_name], **entries))

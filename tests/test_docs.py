@@ -151,6 +151,7 @@ NAMES = {"README.md": readme_names, "changing_training.md": names_of_a_training}
 COMPILED_ONLY = ("extension.md", "rules.md", "slow_links.md", "sweeps.md")
 
 
+@pytest.mark.usefixtures("models_traced_once")
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
 def test_python_of_the_pages_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

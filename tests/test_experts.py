@@ -17,6 +17,7 @@ from passes.fuse import fuse
 from passes.ir.errors import CaptureError
 from passes.ir.graph import State
 from passes.rules.expert_rules import is_experts
+from tests.cells import cells
 from tests.expert_families import (
     ByHand,
     CapacityLoop,
@@ -155,14 +156,18 @@ def test_a_product_of_means_that_both_have_gradients_is_refused_in_micro_batches
 
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
-    [
-        ("loop", {"ep": 2, "tp": 2}, {}),
-        ("gpt-oss", {"ep": 2, "tp": 2}, {"fix": {"zero": 3, "recompute": "selective"}}),
-        # experts are cut over tp, too, whose ranks send what goes to their own: as many tokens as routing says
-        ("deepseek-v3", {"ep": 2, "tp": 2}, {}),
-        ("qwen3-moe", {"ep": 2, "tp": 2}, {"fix": {"zero": 3, "recompute": "selective"}}),
-        ("dropping loops", {"ep": 2, "pp": 2}, {"fix": {"num_microbatches": 2}}),
-    ],
+    cells(
+        [
+            ("gpt-oss", {"ep": 2, "tp": 2}, {"fix": {"zero": 3, "recompute": "selective"}}),
+            # experts are cut over tp, too, whose ranks send what goes to their own: as many tokens as routing says
+            ("deepseek-v3", {"ep": 2, "tp": 2}, {}),
+            ("dropping loops", {"ep": 2, "pp": 2}, {"fix": {"num_microbatches": 2}}),
+        ],
+        [
+            ("loop", {"ep": 2, "tp": 2}, {}),
+            ("qwen3-moe", {"ep": 2, "tp": 2}, {"fix": {"zero": 3, "recompute": "selective"}}),
+        ],
+    ),
 )
 def test_experts_train_as_on_one_device(name: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
     """What is gathered again for the backward pass is counted, too: tokens and ids that travelled are not.

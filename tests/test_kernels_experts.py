@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from runtime.kernels.dispatch import VARIABLE
 from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_row_kernels import clear_rows_behind, sums_of_choices
 from runtime.kernels.experts import experts
+from tests.cells import cells
 from tests.kernels_harness import IMPLEMENTATIONS, random_tensor
 
 #: Activations with kernels of their own, and one without.
@@ -43,9 +45,19 @@ SIZES = [(0, 2, 8, False), (1, 1, 1, True), (7, 4, 33, True), (5, 2, 1030, False
 ROUNDINGS = 32
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", KINDS)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+EVERY = tuple(itertools.product(KINDS, DTYPES, IMPLEMENTATIONS))
+#: Every two values together.
+PAIRS = tuple(
+    (kind, dtype, IMPLEMENTATIONS[(row + column) % len(IMPLEMENTATIONS)])
+    for row, kind in enumerate(KINDS)
+    for column, dtype in enumerate(DTYPES)
+)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "implementation"), cells(PAIRS, [cell for cell in EVERY if cell not in PAIRS]), ids=str
+)
 def test_experts_are_as_exact_as_their_definition(
     activation: str, dtype: torch.dtype, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

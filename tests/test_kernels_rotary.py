@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import kernels
+from tests.cells import cells
 from tests.kernels_behaviour import check_autocast, check_behaviour, check_layouts
 from tests.kernels_harness import DTYPES, IMPLEMENTATIONS, check_accuracy, random_tensor
 
 layouts = pytest.mark.parametrize("interleaved", (False, True))
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+EVERY = tuple(itertools.product(DTYPES, (False, True), IMPLEMENTATIONS))
+#: Every two values together.
+PAIRS = tuple(
+    (dtype, interleaved, IMPLEMENTATIONS[(number + interleaved) % len(IMPLEMENTATIONS)])
+    for number, dtype in enumerate(DTYPES)
+    for interleaved in (False, True)
+)
+cases = pytest.mark.parametrize(
+    ("dtype", "interleaved", "implementation"), cells(PAIRS, [cell for cell in EVERY if cell not in PAIRS]), ids=str
+)
 
 
 def _rotate_half(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,9 +53,7 @@ def _tables(shape: tuple[int, ...]) -> list[torch.Tensor]:
     return [random_tensor(shape, 10), random_tensor(shape, 11)]
 
 
-@implementations
-@pytest.mark.parametrize("dtype", DTYPES)
-@layouts
+@cases
 @settings(max_examples=10, deadline=None)
 @given(
     sizes=st.tuples(*[st.sampled_from((0, 1, 2, 5))] * 3),
@@ -69,9 +80,7 @@ def test_rotary(
     )
 
 
-@implementations
-@pytest.mark.parametrize("dtype", DTYPES)
-@layouts
+@cases
 @settings(max_examples=6, deadline=None)
 @given(heads=st.tuples(*[st.sampled_from((0, 1, 3, 8))] * 2), rest=st.sampled_from((0, 2)))
 def test_rotary_pair(

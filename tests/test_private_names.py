@@ -65,9 +65,20 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name != "_" and name not in PUBLIC
 
 
-def own_names(tree: ast.Module) -> Iterator[str]:
-    """Private names that a file defines: functions, classes, variables, attributes of ``self``."""
-    for node in ast.walk(tree):
+@functools.cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
+def own_names(tree: ast.Module) -> frozenset[str]:
+    """Private names that a file defines."""
+    return frozenset(_defined(tree))
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes, variables, attributes of ``self``."""
+    for node in nodes_of(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -78,7 +89,7 @@ def own_names(tree: ast.Module) -> Iterator[str]:
 
 def private_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, name) of every private name that is imported, read from something, or named in a string alone."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names: list[str] = []
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if ast.unparse(node.value).startswith(REGISTRIES):
@@ -109,7 +120,7 @@ def test_private_names_are_used_in_their_packages_alone() -> None:
     for path, tree in trees().items():
         if is_compat(path):
             continue
-        here = set(own_names(tree))
+        here = own_names(tree)
         for line, name in private_uses(tree):
             if name not in here and (name not in ours or name in last_parts()):
                 uses.append(f"{path.parent.name}/{path.name}:{line}: {name}")

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.rules import known_operators, rule_for
 from passes.rules.rule import ShardingRule
+from tests.cells import cells
 
 #: Operators that draw random numbers: proved in ``test_ops_random``.
 RANDOM = {
@@ -81,7 +82,7 @@ def _skip_what_torch_lacks(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(set(SAMPLERS) - set(_POINTWISE) - RANDOM))
-@settings(_SETTINGS, max_examples=4)
+@settings(_SETTINGS, max_examples=len(cells(range(3), range(3, 4))))
 @given(data=st.data())
 def test_rule(op: str, mesh: DeviceMesh, data: st.DataObject) -> None:
     _skip_what_torch_lacks(op)

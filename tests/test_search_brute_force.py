@@ -80,6 +80,8 @@ class BruteForce:
         self.best = INFINITE
         self.live = self.live_names()
         self.cost_by_state: dict[object, float] = {}
+        self.steps_by_place: dict[object, list[Step]] = {}
+        self.cost_by_step: dict[object, tuple[float, float]] = {}
         self.last_use = {name: i for i, node in enumerate(graph.nodes) for name in node.inputs}
         self.options = [self.strategies(node) for node in graph.nodes]
 
@@ -181,9 +183,7 @@ class BruteForce:
             for (placement, back), live in itertools.product(have, (True, False) if len(lives) > 1 else (True,)):
                 if live and not back:
                     continue
-                for step in steps_from(placement, self.mesh, [tuple(types)] * len(placement)):
-                    if not divides(step.target, value.shape, self.mesh):
-                        continue
+                for step in self.steps(placement, tuple(types), value):
                     then = have | {(step.target, live)}
                     total = cost + self.step_cost(step, value, pays[live])
                     if total < best.get(then, INFINITE):
@@ -191,8 +191,19 @@ class BruteForce:
                         heapq.heappush(queue, (total, next(count), then))
         return INFINITE
 
+    def steps(self, placement: Placement, types: tuple[str, ...], value: Value) -> list[Step]:
+        """Every step of ``value`` out of ``placement``; each is asked for from many sets."""
+        key = (placement, types, value.name)
+        if key not in self.steps_by_place:
+            every = steps_from(placement, self.mesh, [types] * len(placement))
+            self.steps_by_place[key] = [step for step in every if divides(step.target, value.shape, self.mesh)]
+        return self.steps_by_place[key]
+
     def step_cost(self, step: Step, value: Value, live: bool) -> float:
-        forward, backward = self.pricing.step(step, value)
+        key = (step, value.name)
+        if key not in self.cost_by_step:
+            self.cost_by_step[key] = self.pricing.step(step, value)
+        forward, backward = self.cost_by_step[key]
         return forward + (backward if live else 0.0)
 
 

@@ -15,6 +15,7 @@ from passes.ir.types import MeshShape, Placement
 from planner.sharding_ilp.conversion_tree import cheapest_tree
 from planner.sharding_ilp.lattice import Arc, Lattices, types_used
 from planner.sharding_ilp.sharding_prices import Pricing
+from tests.cells import cells
 from tests.search_cases import UnitCosts
 
 
@@ -71,8 +72,12 @@ def test_ranks_with_fast_links_each_reduce_a_part_over_the_slow_ones() -> None:
     assert sum(arc.forward for arc in arcs) < 0.6 * direct
 
 
-@pytest.mark.parametrize("sizes", ["x=2,y=2", "x=4,y=2", "x=2,y=2,z=2"])
-@pytest.mark.parametrize("requires_grad", [False, True])
+TWO_AXES = tuple(itertools.product(("x=2,y=2", "x=4,y=2"), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "requires_grad"), cells([*TWO_AXES, ("x=2,y=2,z=2", False)], [("x=2,y=2,z=2", True)])
+)
 def test_ways_are_as_cheap_as_any(sizes: str, requires_grad: bool) -> None:
     mesh = MeshShape.parse(sizes)
     draw = random.Random(0)

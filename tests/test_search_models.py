@@ -17,6 +17,7 @@ from planner.planning import capture_for_planning
 from planner.sharding_ilp import search
 from planner.sharding_ilp.role_restrictions import BASELINES
 from planner.verification.verify_model import slow_devices
+from tests.cells import cells
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -27,7 +28,7 @@ MODELS = ["mlp", "tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", 
 #: Launches and latency dominate these small models on real devices; on slow devices with fast links splitting pays.
 CASES = {"tp=4": Cluster.parse("cpu-local:4"), "dp=2,tp=2": slow_devices(4)}
 #: Of different kinds: what goes in, what is carried on, what the loss is of.
-ON_TWO_AXES = ["mlp", "tiny-t5", "tiny-vit"]
+ON_TWO_AXES = cells(["mlp", "tiny-vit"], ["tiny-t5"])
 
 
 #: Blocks of an encoder and a decoder, of which the first of each is unlike the others anyway.

@@ -6,32 +6,60 @@ import copy
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import planner
 from passes.plan import Plan
 from passes.plan.serving import ServingPlan, read_any_plan
+from planner import serving_plan
 from planner.cli import main
 from planner.inspection.html_report.serving_page import serving_page
 from planner.inspection.running_cost import running_cost
 from planner.inspection.serving_difference import serving_difference
-from planner.serving_plan import plan_serving
+from planner.serving_plan import Phases, plan_serving
 from tests.small_models import Mlp
+
+pytestmark = pytest.mark.usefixtures("models_traced_once", "phases_traced_once")
 
 SIZES = {"prompt_len": 8, "new_tokens": 4, "batch": 2}
 WORDS = ["--cluster", "dgx-h100:1", "--serve", "--prompt-len", "8", "--new-tokens", "4", "--batch", "2"]
 
 
 @pytest.fixture(scope="module")
-def served() -> ServingPlan:
+def phases_traced_once() -> Iterator[None]:
+    """The graphs of a prompt and of a token, which are the same on every mesh and read back."""
+    graphs: dict[Any, Any] = {}
+
+    def once(compute: Callable[[Phases], Any]) -> property:
+        def shared(phases: Phases) -> Any:
+            (dtype,) = {parameter.dtype for parameter in phases.module.parameters()}
+            sizes = (phases.prompt_len, phases.new_tokens, phases.batch)
+            key = (compute, type(phases.module), repr(phases.module.config), dtype, sizes)
+            if key not in graphs:
+                graphs[key] = compute(phases)
+            return graphs[key]
+
+        return property(shared)
+
+    with (
+        mock.patch.object(Phases, "phases", once(vars(Phases)["phases"].func)),
+        mock.patch.object(Phases, "planned", once(vars(Phases)["planned"].func)),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def served(models_traced_once: None, phases_traced_once: None) -> ServingPlan:
     return plan_serving("tiny-llama", "dgx-h100:1", mesh="dp=2,tp=4", **SIZES)
 
 
 @pytest.fixture(scope="module")
-def step() -> Plan:
+def step(models_traced_once: None) -> Plan:
     return planner.plan("tiny-llama", mesh="tp=2", batch_size=4, seq_len=8)
 
 
@@ -55,7 +83,8 @@ def test_the_command_line_saves_shows_compares_and_reports(tmp_path: Path, capsy
     assert main(["plan", "tiny-llama", *WORDS, "-o", first]) == 0
     brief = capsys.readouterr().out
     assert f"saved to {first}" in brief
-    assert main(["plan", "tiny-llama", *WORDS, "--mesh", "dp=2,tp=4", "-o", second, "--verbose"]) == 0
+    on_four = ["--cluster", "dgx-h100:1x4", *WORDS[2:], "--mesh", "tp=4"]
+    assert main(["plan", "tiny-llama", *on_four, "-o", second, "--verbose"]) == 0
     planned = capsys.readouterr().out.partition("\n\nsaved to")[0]
     assert main(["show", second]) == 0
     assert capsys.readouterr().out.strip() == planned.strip()
@@ -178,6 +207,7 @@ def test_a_killed_write_loses_no_file(served: ServingPlan, tmp_path: Path, monke
 
     served.save(tmp_path / "plan.json")
     before = (tmp_path / "plan.json").read_bytes()
+    monkeypatch.setattr(serving_plan, "plan_serving", lambda *_, **__: served)  # planned before: it is to be written
     monkeypatch.setattr(os, "replace", killed)
     assert main(["plan", "tiny-llama", *WORDS, "-o", str(tmp_path / "plan.json")]) == 130
     assert (tmp_path / "plan.json").read_bytes() == before

@@ -100,7 +100,7 @@ class TestDevices:
         assert mixed.costs.seconds > 2 * fast.costs.seconds  # a tenth of the flops
 
     def test_the_smaller_memory_of_two_kinds_is_what_counts(self) -> None:
-        assert planned(llama(), Cluster.from_dict(cluster_data(slow=True))).memory_limit == 0.94 * 1e9
+        assert busy(cluster_data(slow=True)).memory_limit == 0.94 * 1e9
 
     def test_links_that_are_slower_in_one_node(self) -> None:
         slow = cluster_data(slow=False)
@@ -236,7 +236,7 @@ class TestModels:
 class TestDemands:
     def test_hardly_any_memory(self) -> None:
         with pytest.raises(ValueError, match=r"no plan fits in memory.*MiB can be used"):
-            planned(llama(), "cpu-local:2", memory_limit=1e3)
+            planned(mlp(64, 64, 64), "cpu-local:2", inputs=rows(4, 64), memory_limit=1e3)
 
     @pytest.mark.parametrize("limit", [0, -1e9, math.nan])
     def test_memory_must_be_positive(self, limit: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -20,13 +21,16 @@ from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
 
 
-def plan_on(cluster: Cluster) -> Plan:
+@functools.cache
+def plan_on(preset: str) -> Plan:
     graph = capture_for_planning(load_config("tiny-llama"), batch_size=16, seq_len=32)
-    return plan_step(graph, cluster, read_demands({"tp": 1, "pp": 1, "cp": 1, "zero": 3, "recompute": "none"}))
+    return plan_step(
+        graph, Cluster.parse(preset), read_demands({"tp": 1, "pp": 1, "cp": 1, "zero": 3, "recompute": "none"})
+    )
 
 
 def test_plan_on_h100s_prints_and_saves_its_interval() -> None:
-    plan = plan_on(Cluster.parse("dgx-h100"))
+    plan = plan_on("dgx-h100")
     residuals = published_residuals()["H100"]
     seconds = plan.step.costs.simulated
     assert plan.step.interval == (seconds * residuals.low, seconds * residuals.high)
@@ -54,7 +58,7 @@ def test_devices_without_published_runs_have_no_interval() -> None:
 
 @pytest.mark.parametrize("interval", [[2.0, 1.0], [-1.0, 1.0], [1.0, float("inf")]])
 def test_files_with_impossible_intervals_are_refused(interval: list[float]) -> None:
-    plan = plan_on(Cluster.parse("dgx-h100"))
+    plan = plan_on("dgx-h100")
     data = json.loads(plan.to_json())
     data["step"]["interval"] = interval
     with pytest.raises(ValueError, match=r"step\.interval: expected two finite seconds in order"):

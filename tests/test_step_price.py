@@ -24,6 +24,7 @@ from planner.planning import capture_for_planning
 from planner.verification.verify_model import slow_devices
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
+from tests.cells import cells
 from tests.small_models import Mlp, Residual, mlp_batch, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -57,8 +58,8 @@ FIXED: tuple[Mapping[str, Any], ...] = (
     {"pp": 2, "cp": 2, "tp": 1, "zero": 2, "recompute": ("selective", "none")},
     {"pp": 2, "tp": 2, "schedule": "dualpipev", "zero": 3, "num_microbatches": 8},
 )
-#: How many sets of fixed choices each model is planned with.
-TURNS = 2
+#: How many sets of fixed choices each model is planned with: all of them meet ``tiny-llama``.
+TURNS = len(cells([0], [1]))
 #: Where samples are mixed (statistics of batch norm), which is only planned with one micro-batch.
 WHOLE_BATCH: tuple[Mapping[str, Any], ...] = ({"dp": 8, "zero": 3}, {"pp": 2, "dp": 4, "num_microbatches": 1})
 CLUSTERS = (slow_devices(8), Cluster.parse("dgx-h100"), Cluster.parse("cpu-local:8"))
@@ -107,9 +108,9 @@ def check(graph: Graph, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny-llama"])
 def test_objective_is_the_price_from_scratch(model: str) -> None:
-    first = TURNS * list(MODELS).index(model)
+    first = 2 * list(MODELS).index(model)
     cases = WHOLE_BATCH if model == "resnet-50" else [FIXED[(first + turn) % len(FIXED)] for turn in range(TURNS)]
     differences = [
         check(captured(model), CLUSTERS[(first + turn) % len(CLUSTERS)], fixed) for turn, fixed in enumerate(cases)

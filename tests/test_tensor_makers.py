@@ -15,6 +15,8 @@ from runtime.execution.chunk import ProgramRunner
 from runtime.programs.tensor_makers import makes_tensors
 from runtime.torch_compat.dispatcher import tensor_constructors
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 @pytest.mark.parametrize(
     ("body", "makes"),

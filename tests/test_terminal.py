@@ -13,7 +13,7 @@ from planner.cli.terminal import fold
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
-STEP = ["plan", "tiny-llama", "--cluster", "dgx-h100:1", "--seq-len", "16", "--global-batch", "64"]
+STEP = ["plan", "tiny-llama", "--cluster", "dgx-h100:1x4", "--seq-len", "16", "--global-batch", "16"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -8,14 +8,14 @@ import pytest
 
 from runtime.parameters.choices_by_place import chose_by_place
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
-from tests.cells import chosen
+from tests.cells import cells
 from tests.ranks import run_on_ranks
 from tests.torch_tools_cases import OPTIMIZERS
 
 
 def some(*names: str) -> list[str]:
     """Optimizers, those that this torch has."""
-    return chosen([name for name in OPTIMIZERS if name in names], [name for name in OPTIMIZERS if name not in names])
+    return cells([name for name in OPTIMIZERS if name in names], [name for name in OPTIMIZERS if name not in names])
 
 
 #: Ranks → plan → the optimizers that step under it; all where tensors are cut on two ranks.

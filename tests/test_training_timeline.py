@@ -17,6 +17,8 @@ from planner.training_programs import PhaseProgram
 from planner.training_timeline import TrainingTimeline, freeze_first, layers_of, plan_training, shortest
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 CLUSTER = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=0.0, bandwidth=1e9)
 
 

@@ -15,17 +15,17 @@ from passes.capture.guard_values import first_difference
 from runtime.agreement.ranks_together import Ranks
 from runtime.execution.value_cases import MAX_CASES, ValueCases
 from tests.capture_parity import assert_parity
-from tests.cells import chosen
+from tests.cells import cells
 from tests.ranks import run_on_ranks
 from tests.value_guards_worker import LENGTHS, OTHERS, READERS, TARGETS, Branches, Checked, X
 
 #: Readers and targets: how a reader's values are told to the ranks does not depend on its kind, so they take turns.
-READ = chosen(
+READ = cells(
     [(reader, TARGETS[place % 2]) for place, reader in enumerate(READERS)],
     [(reader, TARGETS[1 - place % 2]) for place, reader in enumerate(READERS)],
 )
 #: Each of the other scenarios on one target; values of data groups and what ranks must agree on, on both.
-ON_DATA, ON_TENSOR = (chosen([TARGETS[place]], [TARGETS[1 - place]]) for place in (0, 1))
+ON_DATA, ON_TENSOR = (cells([TARGETS[place]], [TARGETS[1 - place]]) for place in (0, 1))
 CELLS = [
     *((reader.__name__, target) for reader, target in READ),
     *(("reads_each_groups_samples", target) for target in TARGETS),

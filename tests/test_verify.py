@@ -15,6 +15,7 @@ import planner
 from planner.library import load_config
 from planner.verification.comparison import Comparison, difference
 from planner.verification.training_run import run_sharded
+from tests.cells import cells
 from tests.small_models import TiedClassifier, seeded, token_batch
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -39,7 +40,8 @@ def two_layers(model: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"), [("tiny-llama", "dp=2,tp=8"), ("tiny-gpt2", "cp=2,tp=2"), ("tiny-bert", "dp=2,tp=4")]
+    ("model", "mesh"),
+    cells([("tiny-gpt2", "cp=2,tp=2"), ("tiny-bert", "dp=2,tp=4")], [("tiny-llama", "dp=2,tp=8")]),
 )
 def test_library_models_on_large_meshes(model: str, mesh: str) -> None:
     # One step: what further steps are like does not depend on the mesh (the tests of few ranks take three).
