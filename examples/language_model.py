@@ -16,7 +16,7 @@ import planner
 from planner.trainer import decay_groups, warmup_cosine
 
 SEQ_LEN = 64
-STEPS = 90
+STEPS = 70
 GOAL = 3.2  # nats a byte; 5.5 before training
 
 

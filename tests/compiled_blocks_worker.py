@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._inductor.config
 from torch._dynamo.utils import counters
 
 import planner
@@ -31,6 +32,7 @@ TENSOR_PARALLEL = {
 
 
 def main() -> None:
+    torch._inductor.config.compile_threads = 1  # else each rank starts processes that import torch for one graph
     answer(compare(task()))
 
 

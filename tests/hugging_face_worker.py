@@ -41,7 +41,7 @@ def adapters(mesh: str) -> dict[str, Any]:
     trained = [[one for one in module.parameters() if one.requires_grad] for module in (parallel, alone)]
     optimizers = [torch.optim.AdamW(parameters, lr=1e-2) for parameters in trained]
     apart = []
-    for _ in range(3):
+    for _ in range(2):
         loss = alone(**batch).loss
         loss.backward()
         with CommunicationCounter(parallel.device_mesh) as counter:
@@ -92,7 +92,7 @@ def main() -> None:
     trainer = run("smooth", mesh="dp=2", sizes=FULL, changes={**smooth, "gradient_checkpointing": True})
     logged["smoothed labels"], logged["recompute"] = figures(trainer), list(trainer.parallel.plan.step.recompute)
     own = with_own_loss(hf.Trainer)
-    trainer = script(own, str(Path(folder) / "own"), batch_size, mesh="pp=2", changes=once)
+    trainer = script(own, str(Path(folder) / "own"), batch_size, mesh="pp=2", sizes=FULL, changes=once)
     logged["own loss"] = figures(trainer)
     trainer = regression_script(hf.Trainer, str(Path(folder) / "values"), batch_size, mesh="dp=2", **cut)
     logged["regression"] = figures(trainer)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.small_models import seeded
-from tests.torch_tools_cases import Odd, compiled, difference, odd_batch
+from tests.torch_tools_cases import Odd, difference, odd_batch, renewed
 
 #: Every module, and the last layer alone, of which the first stage of a pipeline has no parameter.
 TRAINED = ("", "last")
@@ -20,7 +20,7 @@ def wrong_scaled_steps(plan: str) -> list[str]:
     """What is not as on one device: scales after each step, or weights after all of them."""
     wrong = []
     for prefix in TRAINED:
-        parallel, single = compiled(plan), seeded(Odd)
+        parallel, single = renewed(plan), seeded(Odd)
         scales = [_scales(module, prefix) for module in (parallel, single)]
         error = difference(parallel.full_state_dict(), dict(single.state_dict()))
         if scales[0] != scales[1] or not error < 1e-9:

@@ -6,6 +6,7 @@ Fenced or indented: of the latter, what is neither a command nor TOML nor Python
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import tomllib
@@ -31,6 +32,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 TINY: Mapping[str, str] = {
     r"\bllama-3[.0-9]*-\d+b\b": "tiny-llama",
     r"\bdgx-h100:\d+\b": "dgx-h100:1x2",
+    r"\bdgx-a100-80g:1\+dgx-v100-32g:1\b": "dgx-a100-80g:1x1+dgx-v100-32g:1x1",
     r"(?<=dgx-h100:1x2 )--mesh dp=32,tp=8\b": "--mesh dp=1,tp=2",
     r"--seq-len \d+": "--seq-len 16",
     r"--global-batch \d+": "--global-batch 8",
@@ -198,7 +200,8 @@ def test_commands_of_the_pages_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))  # one capture for all
+    # One capture for all pages.
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(Path(os.environ["MESHWRIGHT_TEST_RUN"]) / "pages"))
     for command in commands_of(page):
         if any(command.startswith(name) for name in ELSEWHERE):
             continue

@@ -114,7 +114,7 @@ def test_losses_of_the_scripts_own(logged: dict[str, Any], tmp_path: Path) -> No
     close(logged["smoothed labels"], figures(alone), 2e-6)
     assert "full" in logged["recompute"]
     own = with_own_loss(transformers.Trainer)
-    close(logged["own loss"], figures(script(own, str(tmp_path), BATCH, changes=ONCE)), 2e-6)
+    close(logged["own loss"], figures(script(own, str(tmp_path), BATCH, sizes=FULL, changes=ONCE)), 2e-6)
 
 
 def test_numbers_as_labels_and_an_optimizer_of_the_scripts_own(logged: dict[str, Any], tmp_path: Path) -> None:

@@ -8,9 +8,33 @@ import pytest
 
 from runtime.parameters.choices_by_place import chose_by_place
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
+from tests.cells import cells
 from tests.ranks import run_on_ranks
+from tests.torch_tools_cases import OPTIMIZERS
 
-PLANS = {2: ["tp", "dp", "zero 3", "pp"], 4: ["tp, zero 1", "zero 2, empty pieces", "zero 3, in pairs", "pp, zero 1"]}
+
+def some(*names: str) -> list[str]:
+    """Optimizers, those that this torch has."""
+    return cells([name for name in OPTIMIZERS if name in names], [name for name in OPTIMIZERS if name not in names])
+
+
+#: Ranks → plan → the optimizers that step under it; all where tensors are cut on two ranks.
+PLANS = {
+    2: {
+        "tp": [*OPTIMIZERS],
+        "dp": some("AdamW", "Adafactor", "Muon", "Adafactor of transformers, its own rates"),
+        "zero 3": [*OPTIMIZERS],
+        "pp": some("AdamW, fused", "SGD", "Muon", "Adafactor of transformers, its own rates"),
+    },
+    4: {
+        "tp, zero 1": some("AdamW", "Muon", "Adafactor of transformers"),
+        "zero 2, empty pieces": some(
+            "AdamW, fused", "Adafactor", "Adafactor, foreach", "Muon", "Adafactor of transformers, its own rates"
+        ),
+        "zero 3, in pairs": some("SGD", "Adafactor, foreach"),
+        "pp, zero 1": some("AdamW, fused", "Adafactor of transformers"),
+    },
+}
 #: From one plan to another.
 RESUMED = {
     2: [("tp", "zero 1"), ("zero 3", "pp"), ("pp", "tp")],

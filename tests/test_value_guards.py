@@ -15,17 +15,36 @@ from passes.capture.guard_values import first_difference
 from runtime.agreement.ranks_together import Ranks
 from runtime.execution.value_cases import MAX_CASES, ValueCases
 from tests.capture_parity import assert_parity
+from tests.cells import cells
 from tests.ranks import run_on_ranks
 from tests.value_guards_worker import LENGTHS, OTHERS, READERS, TARGETS, Branches, Checked, X
+
+#: Readers and targets: how a reader's values are told to the ranks does not depend on its kind, so they take turns.
+READ = cells(
+    [(reader, TARGETS[place % 2]) for place, reader in enumerate(READERS)],
+    [(reader, TARGETS[1 - place % 2]) for place, reader in enumerate(READERS)],
+)
+#: Each of the other scenarios on one target; values of data groups and what ranks must agree on, on both.
+ON_DATA, ON_TENSOR = (cells([TARGETS[place]], [TARGETS[1 - place]]) for place in (0, 1))
+CELLS = [
+    *((reader.__name__, target) for reader, target in READ),
+    *(("reads_each_groups_samples", target) for target in TARGETS),
+    *(("errors_are_the_users", target) for target in ON_TENSOR),
+    *(("checks_predictions", target) for target in ON_DATA),
+    *(("transcribes", target) for target in ON_DATA),
+    *(("follows_loaded_buffers", target) for target in ON_TENSOR),
+    *(("follows_written_buffers", target) for target in ON_DATA),
+    *(("fills_a_queue", target) for target in ON_TENSOR),
+    *(("refuses_other_batches", target) for target in TARGETS),
+]
 
 
 @functools.cache
 def results() -> dict[str, Any]:
-    return run_on_ranks("value_guards_worker", 2, list(TARGETS))
+    return run_on_ranks("value_guards_worker", 2, CELLS)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("reader", "target"), READ)
 def test_other_values_make_another_program_and_the_first_come_back_to_theirs(reader: type, target: str) -> None:
     assert results()[f"{reader.__name__} {target}"] == [True, 1, True, 2, True, 2]
 
@@ -36,34 +55,34 @@ def test_values_of_every_data_group_count_with_local_inputs(target: str) -> None
     assert first and second and third and after_second == after_third
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ON_TENSOR)
 def test_a_check_of_the_model_raises_its_own_error_and_makes_no_program(target: str) -> None:
     assert results()[f"errors_are_the_users {target}"] == ["lengths must be 5 at most", "True", "1"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ON_DATA)
 def test_a_check_of_predictions_raises_at_the_call_that_it_refuses(target: str) -> None:
     first, message, second, programs = results()[f"checks_predictions {target}"]
     assert first and second and programs == 1
     assert "the model raises an error here" in message and "(y.abs() < 100).all()" in message
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ON_DATA)
 def test_how_many_letters_a_batch_has_makes_no_program(target: str) -> None:
     assert results()[f"transcribes {target}"] == [True, True, 1]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ON_TENSOR)
 def test_a_buffer_that_was_loaded_is_read_again(target: str) -> None:
     assert results()[f"follows_loaded_buffers {target}"] == [True, 2]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ON_DATA)
 def test_a_buffer_that_forward_writes_is_read_at_the_next_call(target: str) -> None:
     assert results()[f"follows_written_buffers {target}"] == [True, True, 3]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ON_TENSOR)
 def test_a_queue_whose_place_is_a_tensor_has_one_program(target: str) -> None:
     assert results()[f"fills_a_queue {target}"] == [True, True, 1]
 

@@ -86,6 +86,19 @@ def compiled(plan: str) -> Any:
     return parallel
 
 
+_modules: dict[str, Any] = {}
+
+
+def renewed(plan: str) -> Any:
+    """The one module of a plan that cases share which change weights and gradients alone; both are as at first."""
+    if plan not in _modules:
+        _modules[plan] = compiled(plan)
+    parallel = _modules[plan]
+    parallel.load_full_state_dict(seeded(Odd).state_dict())
+    parallel.zero_grad()
+    return parallel
+
+
 def difference(mine: dict[str, torch.Tensor], expected: dict[str, Any]) -> float:
     tensors = {name: tensor for name, tensor in expected.items() if isinstance(tensor, torch.Tensor)}
     errors = [(mine[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in tensors.items()]

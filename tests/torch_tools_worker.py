@@ -34,6 +34,7 @@ from tests.torch_tools_cases import (
     compiled,
     difference,
     odd_batch,
+    renewed,
     warnings_by_choice,
 )
 from tests.tracing import traced_once
@@ -60,15 +61,18 @@ def step(module: Any, optimizer: torch.optim.Optimizer, *, clip: Callable[[Itera
     return float(norm)
 
 
-def against_one_device(plan: str, parallel: Any) -> dict[str, float]:
-    """Largest relative differences of weights after some steps, and of the gradients' norms."""
+def clip_of(parallel: Any) -> Callable[[Iterable[Any], float], Any]:
+    """Of a pipeline, whose rank has the gradients of one stage."""
+    return lambda _, norm: parallel.clip_grad_norm_(norm)
+
+
+def against_one_device(plan: str, names: Iterable[str]) -> dict[str, float]:
+    """Largest relative differences of weights after some steps with each optimizer, and of the gradients' norms."""
     torch_clip = nn.utils.clip_grad_norm_
-    initial, results = seeded(Odd).state_dict(), {}
-    clip = (lambda _, norm: parallel.clip_grad_norm_(norm)) if plan.startswith("pp") else torch_clip
-    for name, make in OPTIMIZERS.items():
-        single = seeded(Odd)
-        parallel.load_full_state_dict(initial)
-        parallel.zero_grad()
+    results: dict[str, float] = {}
+    for name in names:
+        single, parallel, make = seeded(Odd), renewed(plan), OPTIMIZERS[name]
+        clip = clip_of(parallel) if plan.startswith("pp") else torch_clip
         optimizers = make(list(parallel.parameters())), make(list(single.parameters()))
         for number in range(STEPS):
             try:
@@ -135,13 +139,13 @@ def resumes_by_dcp(plan: str, other: str) -> float:
     folder = Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / f"dcp {plan} {other}"
     single = seeded(Odd)
     single_optimizer = OPTIMIZERS["AdamW"](single.parameters())
-    parallel = compiled(plan)
+    parallel = renewed(plan)
     optimizer = OPTIMIZERS["AdamW"](parallel.parameters())
     for module, one in ((parallel, optimizer), (single, single_optimizer)):
         step(module, one, clip=lambda *_: 0.0)
     model_state, optimizer_state = get_state_dict(parallel, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    parallel = compiled(other)
+    parallel = renewed(other)
     with torch.no_grad():
         for parameter in parallel.parameters():
             parameter.zero_()
@@ -158,7 +162,7 @@ def resumes_statistics(plan: str, other: str) -> float:
     """A checkpoint, then a move, with statistics of rows and columns: weights are those of one device."""
     manager = planner.CheckpointManager(Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / f"statistics {plan} {other}")
     make = OPTIMIZERS.get("Adafactor of transformers, its own rates", OPTIMIZERS["Adafactor"])
-    modules = single, parallel, resumed = seeded(Odd), compiled(plan), compiled(other)
+    modules = single, parallel, resumed = seeded(Odd), renewed(plan), compiled(other)
     single_optimizer, *optimizers = (make(list(one.parameters())) for one in modules)
     step(single, single_optimizer, clip=lambda *_: 0.0)
     step(parallel, optimizers[0], clip=lambda *_: 0.0)
@@ -280,7 +284,7 @@ def backward_after_one_that_raised(plan: str) -> float:
 
 def one_backward_of_several_forwards(plan: str) -> float:
     """Gradients of a sum of two losses, with an evaluation before it is differentiated."""
-    parallel, single = compiled(plan), seeded(Odd)
+    parallel, single = renewed(plan), seeded(Odd)
     for module in (parallel, single):
         losses = [module(**odd_batch())["loss"] for _ in range(2)]
         module.eval()
@@ -293,7 +297,7 @@ def one_backward_of_several_forwards(plan: str) -> float:
 
 def gradients_asked_for(plan: str) -> float:
     """Gradients that ``autograd.grad`` gives, and those after passes of which one is for some parameters only."""
-    parallel, single = compiled(plan), seeded(Odd)
+    parallel, single = renewed(plan), seeded(Odd)
     results: list[dict[str, torch.Tensor]] = []
     for module in (parallel, single):
         trained = dict(module.named_parameters())
@@ -326,7 +330,7 @@ def gradients_asked_for_with_those_of_inputs(plan: str) -> float:
 
 def gradients_of_a_penalty_are_added() -> bool:
     """What autograd computes on the DTensors joins what the program computes."""
-    parallel, single = compiled("tp"), seeded(Odd)
+    parallel, single = renewed("tp"), seeded(Odd)
     for module in (parallel, single):
         module(**odd_batch())["loss"].backward()
         sum(parameter.square().sum() for parameter in module.parameters()).backward()
@@ -335,7 +339,7 @@ def gradients_of_a_penalty_are_added() -> bool:
 
 def averages_weights(plan: str) -> float:
     """An average is a copy that runs for itself: its weights, its loss and its gradients."""
-    parallel, single = compiled(plan), seeded(Odd)
+    parallel, single = renewed(plan), seeded(Odd)
     averages = []
     for module in (parallel, single):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -410,23 +414,22 @@ def main() -> None:
     asked = task()
     # Muon rounds to 16 bits: what is left of sums in another order is no measure.
     torch.Tensor.bfloat16 = torch.Tensor.clone  # type: ignore[assignment]
-    modules = {plan: compiled(plan) for plan in asked["plans"]}
     result: dict[str, Any] = {
-        "whole": {plan: gathers_whole_tensors(parallel) for plan, parallel in modules.items()},
-        "one device": {plan: against_one_device(plan, parallel) for plan, parallel in modules.items()},
+        "whole": {plan: gathers_whole_tensors(renewed(plan)) for plan in asked["plans"]},
+        "one device": {plan: against_one_device(plan, optimizers) for plan, optimizers in asked["plans"].items()},
         "dcp": [resumes_by_dcp(*pair) for pair in asked["dcp"]],
         "adopted": [takes_over_an_optimizer(plan) for plan in asked["adopted"]],
     }
     result["scaled"] = {plan: wrong_scaled_steps(plan) for plan in asked["plans"]}
     result["averages"] = {plan: averages_weights(plan) for plan in asked["plans"]}
     expected = losses_with_averages(seeded(Odd), loss_of)
-    losses = {plan: losses_with_averages(compiled(plan), loss_of) for plan in asked["plans"]}
+    losses = {plan: losses_with_averages(renewed(plan), loss_of) for plan in asked["plans"]}
     result["exchanged"] = {plan: max(abs(a - b) for a, b in zip(own, expected)) for plan, own in losses.items()}
     if are_subclasses_dispatched():
         result["statistics"] = [resumes_statistics(*pair) for pair in asked["dcp"]]
-        result["operators"] = {plan: wrong_operators(compiled(plan), seeded(Odd)) for plan in asked["plans"]}
+        result["operators"] = {plan: wrong_operators(renewed(plan), seeded(Odd)) for plan in asked["plans"]}
         plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]
-        result["draws"] = {plan: wrong_draws(compiled(plan), seeded(Odd)) for plan in plans}
+        result["draws"] = {plan: wrong_draws(renewed(plan), seeded(Odd)) for plan in plans}
     if asked["refusals"]:
         result["refusals"] = refusals()
         result["warned"] = warnings_by_choice()

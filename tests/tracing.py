@@ -14,6 +14,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -124,11 +125,17 @@ def _key(
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     modes = tuple(map(type, torch.overrides._get_current_function_mode_stack()))
     code = getattr(loss_fn, "__code__", None)
-    function = type(loss_fn) if code is None else (code.co_filename, code.co_firstlineno, code.co_code, code.co_consts)
+    function = type(loss_fn) if code is None else _code_key(code)
     return (
         *(modules, _functions(model), _states(model), _plain_attributes(model), repr(getattr(model, "config", None))),
         *(shapes, structure_key(structure, ""), function, state_key(loss_fn), training, gradients, modes),
     )
+
+
+def _code_key(code: CodeType) -> tuple[object, ...]:
+    """A function by its code; functions inside of it by theirs, whose texts would say where they lie in memory."""
+    constants = tuple(_code_key(one) if isinstance(one, CodeType) else one for one in code.co_consts)
+    return (code.co_filename, code.co_firstlineno, code.co_code, constants)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -312,11 +313,12 @@ SCENARIOS: tuple[Callable[[str], Any], ...] = (
 def main() -> None:
     warnings.simplefilter("ignore")
     results: dict[str, Any] = {}
-    for target in task():
-        for reader in READERS:
-            results[f"{reader.__name__} {target}"] = result_of(follows, reader, target)
-        for scenario in SCENARIOS:
-            results[f"{scenario.__name__} {target}"] = result_of(scenario, target)
+    functions: dict[str, Callable[[str], Any]] = {
+        reader.__name__: functools.partial(follows, reader) for reader in READERS
+    }
+    functions |= {scenario.__name__: scenario for scenario in SCENARIOS}
+    for name, target in task():
+        results[f"{name} {target}"] = result_of(functions[name], target)
     answer(results)
 
 
