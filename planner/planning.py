@@ -15,7 +15,6 @@ from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
 from planner.checkpointed_models import refuse_checkpoints
 from planner.extensions import load_extensions
-from planner.pins import check_pins
 from planner.solvers.collection import no_collection
 
 if TYPE_CHECKING:
@@ -127,6 +126,7 @@ def plan(
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
+    from planner.sharding_ilp.pins import check_pins
     from planner.solvers.pulp_solver import solver_named
     from planner.whole_step.candidates.demands import (
         asks_for_step,

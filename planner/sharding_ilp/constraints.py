@@ -24,8 +24,8 @@ from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape, Placement, R, parse_type, shard_dim
 from passes.plan import Plan
 from passes.repeats.repeated_blocks import BlockRun, grouped
-from planner.pins import check_pins
 from planner.sharding_ilp.options import Option
+from planner.sharding_ilp.pins import check_pins
 from planner.sharding_ilp.sharding_problem import Element, Problem
 
 #: Says whether an option of an element is allowed.
