@@ -18,14 +18,14 @@ CLUSTER = Cluster.uniform(8, flops=1e12, memory_bandwidth=1e11, latency=1e-6, ba
 
 def variants(level_one: LevelOne) -> dict[Cut, Variant]:
     """Of all cuts of 8 samples on 8 devices that divide the model."""
-    found = {}
+    by_cut = {}
     for pieces, context, tensor in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2)):
         layout = MeshLayout(1, 8 // context // tensor, context, tensor)
         cut = Cut(pieces, context, tensor)
         sharded = level_one.sharded(cut, layout, level_one.links_on(layout))
         if sharded is not None:
-            found[cut] = sharded.variant
-    return found
+            by_cut[cut] = sharded.variant
+    return by_cut
 
 
 def level_one() -> LevelOne:

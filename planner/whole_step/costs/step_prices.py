@@ -177,8 +177,8 @@ class StepPricing(Pricing):
         if facts.is_view:
             return 0.0, 0.0
         parts = [self._local_shape(values[name].shape, where) for name, where in zip(node.inputs, inputs)]
-        made = [self._local_shape(value.shape, where) for value, where in zip(node.outputs, outputs)]
-        key = (facts.likeness, *parts, *made, flops / cut, live)
+        results = [self._local_shape(value.shape, where) for value, where in zip(node.outputs, outputs)]
+        key = (facts.likeness, *parts, *results, flops / cut, live)
         seconds = self._computed.get(key)
         if seconds is None:
             seconds = self._seconds(facts, values, inputs, outputs, flops=flops, cut=cut, live=live)
