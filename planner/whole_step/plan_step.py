@@ -12,17 +12,16 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.cluster_format import REORDER
-from cost_models.step_time import least_simulated
 from cost_models.text import counted
 from cost_models.unequal_devices import orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.step_plan import CHUNKED_LOSS
 from passes.repeats.repeated_blocks import BlockRun
-from planner.pipeline_ilp.stage_problem import ROUNDING, as_step
+from planner.pipeline_ilp.stage_problem import ROUNDING
 from planner.sharding_ilp.folding import BETTER
 from planner.solvers.collection import no_collection
-from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
+from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, STOPPED, TIME_LIMIT
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import AXES, Demands, is_number
 from planner.whole_step.candidates.expert_layouts import data_experts
@@ -35,6 +34,8 @@ from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.stage_devices import level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.devices_alone import faster_alone
+from planner.whole_step.judged_search import again, judged_search, left_out
+from planner.whole_step.judging import CLEARLY, PROVED, ROUNDED, judged_best
 from planner.whole_step.offloading import (
     fits_on_host,
     host_too_small,
@@ -46,24 +47,20 @@ from planner.whole_step.offloading import (
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
-from planner.whole_step.result.plan_of_solution import Judged, extract, judge, unproved_if_open, with_bound
+from planner.whole_step.result.plan_of_solution import (
+    Judged,
+    after,
+    extract,
+    judge,
+    searched_if_open,
+    unproved_if_open,
+    with_bound,
+)
 from planner.whole_step.result.search_progress import ANALYSING, Progress, Report
-from planner.whole_step.result.uniform_plans import plainer
 from planner.whole_step.unequal_search import check_unequal, search_of
 
 #: Objectives of ``plan_step``.
 OBJECTIVES = ("time", "devices", "memory")
-#: How many solutions are simulated at most beside the requested ones, and how much slower than the best they may be by
-#: the closed form; those that are not chosen are the plan's runners-up.
-JUDGED, NEAR = 8, 0.05
-#: Runners-up that a plan has at least, however much slower, if so many were solved.
-CLOSEST = 3
-#: A solution counts as proved if the closed form puts it within this share of the bound.
-PROVED = 0.01
-#: Share of ``PROVED`` that a search for a proof aims at, to be safe from rounding.
-ROUNDED = 0.99
-#: A solution that is not proved is taken only if it is faster in the simulator by more than this share.
-CLEARLY = 0.01
 #: Relative precision of the least memory.
 MEMORY_STEP = 0.01
 
@@ -177,7 +174,11 @@ class _Planner:
         search = search_of(level_one, cluster, demands, progress=self.progress)
         if before is not None:
             search.share_prices(before)
-        return search, within_hosts(search, search.run())
+        outcome = within_hosts(search, search.run())
+        if outcome.solutions or (rest := left_out(search)) is None:
+            return search, outcome
+        other = judged_search(search, rest, limit=math.inf)
+        return other if other[1].solutions else (search, outcome)
 
     def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
         """The fastest plan; on unequal devices in any order along the pipeline."""
@@ -231,8 +232,13 @@ class _Planner:
         return min(plans, key=lambda plan: plan.step.costs.simulated, default=None)
 
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
+        """The plan of a search's best solution, or one with left-out schedules or longer blocks if that is faster."""
+        best = self.beside_longer_blocks(cluster, demands, search, outcome)
+        return searched_if_open(best, gap=max(demands.gap, PROVED))
+
+    def beside_longer_blocks(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution, or of a search with longer blocks if that is faster."""
-        best = self.chosen_of(cluster, demands, search, outcome)
+        best = self.beyond_closed_form(cluster, search, self.chosen_of(cluster, demands, search, outcome))
         unlike = UnlikeCopies(search)
         if cluster.has_unequal_devices or not unlike.may_gain(outcome):
             return best
@@ -251,6 +257,35 @@ class _Planner:
                 break
         return best
 
+    def beyond_closed_form(self, cluster: Cluster, search: Search, plan: Plan) -> Plan:
+        """The plan, or one that the simulator has as clearly faster: among those that a promise of the closed form
+        pruned, or under a schedule that the search leaves out."""
+        is_open = plan.certificate.gap > max(search.demands.gap, PROVED) * (1.0 + ROUNDING)
+        if is_open and plan.certificate.status.startswith(OPTIMAL) and (rest := again(search)) is not None:
+            faster = self.faster_in_simulator(cluster, search, rest, plan)
+            bound = max(plan.certificate.bound, faster.certificate.bound)
+            plan = after(faster, plan.certificate, bound=bound)
+        if (rest := left_out(search)) is not None:
+            faster = self.faster_in_simulator(cluster, search, rest, plan)
+            bound = min(plan.certificate.bound, faster.certificate.bound)
+            plan = after(faster, plan.certificate, bound=bound)
+        return plan
+
+    def faster_in_simulator(self, cluster: Cluster, search: Search, rest: Demands, plan: Plan) -> Plan:
+        """The plan, or a clearly faster one that the demands ``rest`` allow."""
+        seconds = plan.step.costs.simulated * (1.0 - CLEARLY)
+        other, outcome = judged_search(search, rest, limit=seconds)
+        if not outcome.solutions:
+            return plan
+        best, others = judged_best(rest, other, outcome, ())
+        if best.report.seconds >= seconds:
+            return plan
+        rivals = [judge(self.solutions[id(plan.step)][1]), *others]
+        outcome = dataclasses.replace(outcome, counts=search.counts + other.counts)
+        faster = extract(other, outcome, best, rivals, cluster=cluster, constraints=self.pins)
+        self.solutions[id(faster.step)] = faster, best.solution
+        return faster
+
     def with_blocks(self, blocks: tuple[BlockRun, ...]) -> _Planner:
         """The same with other blocks, whose copies are planned alike."""
         other = copy.copy(self)
@@ -260,11 +295,11 @@ class _Planner:
     def chosen_of(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution; if that is not proved, of a search with a smaller gap."""
         experts = _data_experts(search, cluster, demands)
-        best, others = self.judged(demands, search, outcome, experts)
+        best, others = judged_best(demands, search, outcome, experts)
         gap = _gap_to_prove(best, outcome)
         if gap is not None:
             search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
-            best, others = self.judged(demands, search, outcome, experts)
+            best, others = judged_best(demands, search, outcome, experts)
         if outcome.status != TIME_LIMIT:
             best = self.lightest(demands, search, outcome, experts, best, others)
         plan = extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
@@ -305,24 +340,6 @@ class _Planner:
         lighter = lightest(search, best, others, slowest=slowest, simulated=simulated)
         return lighter if fits_on_host(search, lighter.solution) else best
 
-    def judged(
-        self, demands: Demands, search: Search, outcome: Outcome, experts: Sequence[Judged]
-    ) -> tuple[Judged, list[Judged]]:
-        """Simulate the solutions: the fastest, or an expert's if that is faster, and the others."""
-        num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
-        near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
-        judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
-        plain = list(judged)
-        for solved in judged:
-            for each in plainer(solved.solution):
-                if fits_on_host(search, each) and _may_be_best(each, outcome.bound, plain):
-                    plain.append(judge(each))
-        fitting = [each for each in experts if fits_on_host(search, each.solution)]
-        best = min([_best(plain, outcome.bound), *fitting], key=lambda each: each.report.seconds)
-        others = [each for each in judged if each is not best]
-        further = outcome.solutions[len(judged) : len(judged) + max(0, CLOSEST - len(others))]
-        return best, [*others, *map(judge, further)]
-
     def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
         """The plan of the smallest part of the cluster that is fast enough."""
         slowest = None
@@ -357,27 +374,6 @@ class _Planner:
 def _data_experts(search: Search, cluster: Cluster, demands: Demands) -> list[Judged]:
     """Experts' layouts that divide only data; on unequal devices, for which there are none, nothing."""
     return [] if cluster.has_unequal_devices else list(data_experts(search.level_one, cluster, demands))
-
-
-def _may_be_best(solution: StepSolution, bound: float, judged: Sequence[Judged]) -> bool:
-    """Whether ``_best`` may pick a solution beside those that are judged: none as near as it is faster."""
-    rivals = [each for each in judged if _is_near(each.solution, bound)] if _is_near(solution, bound) else judged
-    quickest = min((each.report.seconds for each in rivals), default=math.inf)
-    return least_simulated(as_step(solution.problem, solution.assignment)) <= quickest * (1.0 + ROUNDING)
-
-
-def _is_near(solution: StepSolution, bound: float) -> bool:
-    """Whether a solution is proved near-optimal by the closed form."""
-    return solution.seconds * (1.0 - PROVED) <= bound
-
-
-def _best(judged: list[Judged], bound: float) -> Judged:
-    """The solution that is fastest in the simulator among those proved near-optimal by the closed form, unless another
-    is clearly faster."""
-    fastest = min(judged, key=lambda candidate: candidate.report.seconds)
-    near = [candidate for candidate in judged if _is_near(candidate.solution, bound)]
-    best = min(near, key=lambda candidate: candidate.report.seconds, default=fastest)
-    return fastest if fastest.report.seconds < best.report.seconds * (1.0 - CLEARLY) else best
 
 
 def _gap_to_prove(best: Judged, outcome: Outcome) -> float | None:

@@ -176,7 +176,7 @@ def _allowed(axis: str, num_devices: int, demands: Demands) -> frozenset[int] | 
 
 def _schedules(layout: MeshLayout, local_batch: int, m: int, num_units: int, demands: Demands) -> Iterator[Candidate]:
     if layout.pipeline == 1:
-        if _wants_pipeline(demands):
+        if demands.left_out or _wants_pipeline(demands):
             return
         yield Candidate(layout, local_batch, m, "1f1b", 1)
         return
@@ -192,7 +192,7 @@ def _schedules(layout: MeshLayout, local_batch: int, m: int, num_units: int, dem
             if m > MOST_PLAYED and _plays_all(row):
                 continue
             shape = {"num_ranks": layout.pipeline, "num_units": num_units, "num_chunks": total}
-            if "schedule" not in demands.fixed and not is_offered(name, **shape):
+            if "schedule" not in demands.fixed and is_offered(name, **shape) == demands.left_out:
                 continue
             if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
                 yield Candidate(layout, local_batch, m, name, chunks)

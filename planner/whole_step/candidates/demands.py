@@ -71,6 +71,7 @@ class Demands:
             unless there is a ``time_limit``.
         solver: PuLP's name of the solver of integer programs.
         offload: one of ``OFFLOADS``; whether that is the optimizer is in ``training.offload``, too.
+        left_out: search the pipeline schedules alone that are not tried otherwise, see ``candidates.is_offered``.
     """
 
     fixed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class Demands:
     max_programs: float | None = None
     solver: str = HIGHS
     offload: str = NEVER
+    left_out: bool = False
 
     @property
     def offloads_activations(self) -> bool:

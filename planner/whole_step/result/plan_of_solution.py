@@ -30,6 +30,8 @@ from planner.whole_step.result.step_collectives import step_collectives
 
 #: What a certificate says whose bound is of plans that split all copies of a repeated block alike.
 ALIKE = " with alike copies"
+#: What it says where the search has ended, but the simulator has what is nearer to the bound slower than the plan.
+SEARCHED = "searched to the end"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,25 @@ def with_bound(plan: Plan, bound: float) -> Plan:
     return dataclasses.replace(
         plan, certificate=dataclasses.replace(plan.certificate, bound=min(bound, objective), gap=gap)
     )
+
+
+def after(plan: Plan, before: Certificate, *, bound: float) -> Plan:
+    """A plan of a search that went on from one whose certificate is ``before``, a limit of which counts for both."""
+    status = plan.certificate.status if before.status.startswith(OPTIMAL) else before.status
+    certificate = dataclasses.replace(plan.certificate, status=status)
+    return with_bound(dataclasses.replace(plan, certificate=certificate), bound)
+
+
+def searched_if_open(plan: Plan, *, gap: float) -> Plan:
+    """A plan that is not called optimal if its gap is larger than ``gap``: on equal devices the simulator chose it."""
+    certificate = plan.certificate
+    if plan.step.stage_devices or certificate.gap <= gap * (1.0 + ROUNDING):
+        return plan
+    if not certificate.status.startswith(OPTIMAL):
+        return plan
+    certificate = dataclasses.replace(certificate, status=SEARCHED + certificate.status.removeprefix(OPTIMAL))
+    note = "the objective has faster plans, down to the bound; the simulator has those that were found slower than this"
+    return dataclasses.replace(plan, certificate=certificate, notes=(*plan.notes, note))
 
 
 def unproved_if_open(plan: Plan, *, gap: float) -> Plan:

@@ -1,0 +1,79 @@
+"""A second search, in which the simulator judges every solution.
+
+The closed form of a step's seconds promises too much where chunks wait for one another, above all under schedules whose
+chunks are uneven. A search by the closed form prunes what is slower than such a promise, and leaves out the schedules
+of which it promises most (``planner.whole_step.candidates.candidates.is_offered``), since it would solve them first and
+prove little. Once a plan is there, both are searched for what beats its simulated seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.expert_layouts import CappedSearch
+from planner.whole_step.costs.step_prices import PIPELINE
+from planner.whole_step.offloading import within_hosts
+from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
+from planner.whole_step.result.plan_of_solution import judge
+from planner.whole_step.search_entry import SearchEntry
+
+#: Integer programs that the search may solve.
+MOST_PROGRAMS = 60.0
+#: Solutions that are kept.
+KEPT = 8
+
+
+class JudgedSearch(CappedSearch):
+    """A search that prunes what is no faster than ``limit``, or than a solution's simulated seconds."""
+
+    def __init__(self, *arguments: Any, limit: float, **options: Any) -> None:
+        super().__init__(*arguments, limit=limit, **options)
+        self.simulated: dict[Candidate, float] = {}
+
+    def _cutoff(self) -> float:
+        return self.limit
+
+    def _dive(self, heap: list[SearchEntry]) -> None:
+        """The same where there is nothing to beat yet."""
+        if self.limit == float("inf"):
+            super()._dive(heap)
+
+    def _add(self, solution: StepSolution) -> None:
+        """Keep a solution, the fastest in the simulator first."""
+        solutions = with_solution(self.solutions, solution)
+        if all(each is not solution for each in solutions):
+            return
+        self.simulated[solution.candidate] = seconds = judge(solution).report.seconds
+        self.limit = min(self.limit, seconds * (1.0 - self.demands.gap))
+        self.solutions = sorted(solutions, key=lambda each: self.simulated[each.candidate])[:KEPT]
+
+
+def left_out(search: Search) -> Demands | None:
+    """The demands of a search for the schedules alone that ``search`` leaves out, in what it leaves of its limits.
+
+    None if it leaves out none, since the user says which there are or devices are unequal, or nothing is left.
+    """
+    demands, rest = search.demands, again(search)
+    if rest is None or demands.left_out or "schedule" in demands.fixed or demands.fixed.get(PIPELINE) == {1}:
+        return None
+    return None if search.cluster.num_devices == 1 else dataclasses.replace(rest, left_out=True)
+
+
+def again(search: Search) -> Demands | None:
+    """The demands of ``search`` in what it leaves of its limits; None if nothing is left, or devices are unequal."""
+    rest = search.remaining(search.demands)
+    if rest is None or search.cluster.has_unequal_devices:
+        return None
+    programs = min(MOST_PROGRAMS, rest.programs_of(search.level_one.num_experts))
+    return dataclasses.replace(rest, max_programs=programs)
+
+
+def judged_search(search: Search, demands: Demands, *, limit: float) -> tuple[Search, Outcome]:
+    """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome."""
+    after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit)
+    after.share_prices(search)
+    return after, within_hosts(after, after.run())

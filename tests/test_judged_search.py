@@ -1,0 +1,68 @@
+"""What the closed form prunes or a search leaves out is a plan all the same if the simulator has it as faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+import planner
+from cost_models.schedules import SCHEDULES
+from passes.plan import Plan
+from planner.whole_step.candidates.candidates import is_offered
+from planner.whole_step.judging import CLEARLY
+
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
+GIB = 2**30
+V_SCHEDULES = ("zbv", "v_half")
+
+
+def plan_of(num_layers: int, *, vocab_size: int, fix: dict[str, Any], num_devices: int, **options: Any) -> Plan:
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        vocab_size=vocab_size,
+    )
+    return planner.plan(config, "8x-rtx4090", num_devices=num_devices, fix=fix, **options)
+
+
+def chunks_are_uneven(plan: Plan) -> bool:
+    num_units = sum(group.count for chunk in plan.step.chunks for group in chunk.groups)
+    num_chunks = len(plan.step.chunks)
+    return not is_offered(
+        plan.step.schedule, num_ranks=plan.step.axes["pp"], num_units=num_units, num_chunks=num_chunks
+    )
+
+
+#: Layers, samples and what is fixed: the best schedule is left out by a search, and pruned by what the closed form
+#: promises of another mesh.
+CASES = [(4, 3, {"pp": 2, "tp": 2}, True), (7, 12, {"cp": 1, "tp": 1}, False)]
+
+
+@pytest.mark.parametrize("num_layers, batch, fix, is_left_out", CASES)
+def test_no_schedule_that_is_fixed_gives_a_clearly_faster_plan(
+    num_layers: int, batch: int, fix: dict, is_left_out: bool
+) -> None:
+    options: dict[str, Any] = {"vocab_size": 50_261, "num_devices": 4, "seq_len": 1024, "global_batch": batch}
+    plan = plan_of(num_layers, fix=fix, **options)
+    assert chunks_are_uneven(plan) == is_left_out
+    for schedule in ("zb_h1", *V_SCHEDULES):
+        other = plan_of(num_layers, fix={**fix, "pp": plan.step.axes["pp"], "schedule": schedule}, **options)
+        assert other.step.costs.simulated >= plan.step.costs.simulated * (1.0 - CLEARLY)
+        assert other.certificate.objective >= plan.certificate.bound
+    assert plan.certificate.demands["fix"] == {name: [value] for name, value in fix.items()}
+
+
+def test_a_plan_where_no_other_schedule_fits() -> None:
+    fix = {"pp": 3, "dp": 1, "tp": 1, "cp": 1, "recompute": "none"}
+    limit = 2.2 * GIB
+    options: dict[str, Any] = {"vocab_size": 32_000, "num_devices": 3, "seq_len": 4096, "global_batch": 12}
+    with pytest.raises(ValueError, match="no plan fits in memory"):
+        plan_of(7, fix={**fix, "schedule": tuple({*SCHEDULES} - {*V_SCHEDULES})}, memory_limit=limit, **options)
+    plan = plan_of(7, fix=fix, memory_limit=limit, **options)
+    assert plan.step.schedule in V_SCHEDULES and chunks_are_uneven(plan)
+    assert max(rank.total for rank in plan.step.memory) <= limit
