@@ -199,7 +199,7 @@ def test_of_two_schedules_with_one_closed_form_a_plan_has_the_one_that_plays_fas
             example_inputs=mlp_batch(batch=32, size=64), loss_fn=squared_error,
         )  # fmt: skip
 
-    free, gpipe = plan(), plan(schedule="gpipe")
+    free, gpipe = plan(schedule=("gpipe", "1f1b")), plan(schedule="gpipe")
     assert free.step.schedule == "1f1b" and free.step.num_microbatches == gpipe.step.num_microbatches
     assert free.step.costs.simulated < gpipe.step.costs.simulated
 
@@ -228,7 +228,7 @@ def test_the_program_of_a_mixed_plan_computes_what_one_device_does():
 @pytest.mark.parametrize(
     ("options", "message"),
     (
-        ({"fix": {"schedule": "zbv"}}, "schedule=zbv is for stages on equal devices.*1f1b or gpipe.*slowest"),
+        ({"fix": {"schedule": "zbv"}}, "schedule=zbv is for stages on equal devices.*1f1b or gpipe or zb_h1.*slowest"),
         ({"fix": {"chunks_per_rank": 2}}, "chunks_per_rank: stages on unequal devices hold one chunk"),
         ({"objective": "devices", "target_seconds": 1.0}, "objective='devices'.*are unequal.*slowest"),
         ({"framework": "torchtitan"}, "torchtitan.* is for equal devices.*are unequal"),

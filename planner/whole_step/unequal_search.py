@@ -158,8 +158,9 @@ class UnequalSearch(Search):
         """The stage problem of one candidate, from the runs on each kind of stage."""
         stages = self.devices.of_stages(candidate.layout)
         rank_runs = _with_slower_ends([by_kinds[stage] for stage in stages]) if len(by_kinds) > 1 else ()
+        split = SCHEDULES[candidate.schedule].splits_all
         return StageProblem(
-            runs=least_of(rank_runs) if rank_runs else by_kinds[stages[0]],
+            runs=least_of(rank_runs, split=split) if rank_runs else by_kinds[stages[0]],
             schedule=candidate.schedule,
             num_ranks=candidate.layout.pipeline,
             num_chunks=candidate.num_chunks,
