@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 import planner
 from tests.ranks import free_port
 
-BATCH, NUM_BATCHES, ROUNDS = 16, 50, 3
+BATCH, NUM_BATCHES, ROUNDS = 16, 50, 4
 VOCABULARY = 512
 
 

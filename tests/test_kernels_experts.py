@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -109,6 +111,39 @@ def test_a_product_of_groups_on_a_gpu_clears_the_rows_that_no_kernel_writes(
         result = grouped_matmul.grouped_matmul(rows, matrices, counts.cumsum(0).to(torch.int32))
     assert result.isnan().all(1).tolist() == [True, True, True, False, False]
     assert not result[3:].any()
+
+
+@pytest.mark.parametrize("width", [8, 6], ids=["aligned", "rows of 24 bytes"])
+@pytest.mark.parametrize("first", [0, 1], ids=["from the start", "from the middle of a buffer"])
+@pytest.mark.parametrize("counts", [[2, 0, 4, 1], [0, 0, 0, 0], [9, 0, 0, 0]])
+def test_products_of_groups_in_float32_are_those_of_each_group(width: int, first: int, counts: list[int]) -> None:
+    def held(*shape: int, seed: int) -> torch.Tensor:
+        buffer = random_tensor((math.prod(shape) + first,), seed).float()
+        return buffer[first:].view(shape)
+
+    rows, other, matrices = held(9, width, seed=0), held(9, 12, seed=1), held(4, 12, width, seed=2)
+    groups = expert_products.ExpertGroups(torch.tensor(counts))
+    assert expert_products._is_grouped(rows, matrices) == (width == 8 and first == 0)
+    expected, by_group = torch.zeros(9, 12), torch.zeros(4, 12, width)
+    for group, places in enumerate(groups.slices):
+        expected[places] = rows[places] @ matrices[group].t()
+        by_group[group] = other[places].t() @ rows[places]
+    assert torch.allclose(expert_products.products(rows, matrices.transpose(1, 2), groups), expected, rtol=1e-6)
+    assert torch.allclose(expert_products.outer_products(other, rows, groups), by_group, rtol=1e-6)
+
+
+def test_without_a_gradient_to_come_experts_make_no_node_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([[0, 2], [1, 7], [2, 0], [1, 1]])
+    x, scores = random_tensor((4, 8), 0).float(), random_tensor((4, 2), 1).float()
+    gate_up, down = random_tensor((3, 24, 8), 2).float(), random_tensor((3, 8, 12), 3).float()
+    expected = experts(x.requires_grad_(), ids, scores, gate_up, down)
+    assert expected.grad_fn is not None
+    made: list[object] = []
+    function = sys.modules[experts.__module__]._Experts  # type: ignore[attr-defined]
+    monkeypatch.setattr(function, "forward", staticmethod(lambda *operands: made.append(operands)))
+    with torch.no_grad():
+        assert torch.equal(experts(x, ids, scores, gate_up, down), expected)
+    assert not made
 
 
 def test_choices_without_rows_add_nothing() -> None:

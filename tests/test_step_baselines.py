@@ -34,7 +34,7 @@ from planner.whole_step.candidates.expert_layouts import (
 )
 from planner.whole_step.candidates.tensor_roles import transformers_roles
 from planner.whole_step.plan_step import plan_step
-from planner.whole_step.result.uniform_plans import plainer
+from planner.whole_step.result.uniform_plans import in_other_orders, plainer
 from tests.small_models import squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -209,3 +209,18 @@ def test_plainer_versions_have_one_stage_and_fit() -> None:
         step = as_step(problem, assignment or ())
         assert fits(problem, step_memory(step))
         assert version.seconds == step_seconds(step).total
+
+
+def test_a_solution_is_also_played_under_the_schedule_of_the_same_price() -> None:
+    demands = read_demands(fix={"pp": 2, "num_microbatches": 4, "schedule": "gpipe"})
+    cluster = CASES["tiny-llama"]
+    solution = Search(space("tiny-llama").level_one(None, cluster), cluster, demands).run().solutions[0]
+    (other,) = in_other_orders(solution, Demands())
+    steps = [as_step(each.problem, each.assignment) for each in (solution, other)]
+    assert [each.candidate.schedule for each in (solution, other)] == ["gpipe", "1f1b"]
+    assert other.seconds == step_seconds(steps[1]).total == step_seconds(steps[0]).total
+    assert step_memory(steps[1])[0] < step_memory(steps[0])[0]
+    assert not list(in_other_orders(solution, demands))  # which has been asked for
+    few = read_demands(fix={"pp": 2, "num_microbatches": 1})
+    alone = Search(space("tiny-llama").level_one(None, cluster), cluster, few).run().solutions[0]
+    assert not list(in_other_orders(alone, Demands()))  # 1F1B needs a micro-batch for each rank

@@ -192,6 +192,18 @@ def test_a_mixed_plan_says_its_devices_is_audited_and_faster_than_all_as_the_slo
     assert not slowest.step.stage_devices and step.costs.simulated < slowest.step.costs.simulated
 
 
+def test_of_two_schedules_with_one_closed_form_a_plan_has_the_one_that_plays_faster():
+    def plan(**fix: object) -> Plan:
+        return planner.plan(
+            seeded(functools.partial(Mlp, layers=8, size=64)), mixed(), fix={"pp": 4, **fix}, fuse=False,
+            example_inputs=mlp_batch(batch=32, size=64), loss_fn=squared_error,
+        )  # fmt: skip
+
+    free, gpipe = plan(schedule=("gpipe", "1f1b")), plan(schedule="gpipe")
+    assert free.step.schedule == "1f1b" and free.step.num_microbatches == gpipe.step.num_microbatches
+    assert free.step.costs.simulated < gpipe.step.costs.simulated
+
+
 def test_an_audit_refutes_a_plan_that_claims_other_devices():
     plan = mixed_plan()
     swapped = dataclasses.replace(plan.step, stage_devices=plan.step.stage_devices[::-1])
@@ -216,7 +228,7 @@ def test_the_program_of_a_mixed_plan_computes_what_one_device_does():
 @pytest.mark.parametrize(
     ("options", "message"),
     (
-        ({"fix": {"schedule": "zbv"}}, "schedule=zbv is for stages on equal devices.*1f1b or gpipe.*slowest"),
+        ({"fix": {"schedule": "zbv"}}, "schedule=zbv is for stages on equal devices.*1f1b or gpipe or zb_h1.*slowest"),
         ({"fix": {"chunks_per_rank": 2}}, "chunks_per_rank: stages on unequal devices hold one chunk"),
         ({"objective": "devices", "target_seconds": 1.0}, "objective='devices'.*are unequal.*slowest"),
         ({"framework": "torchtitan"}, "torchtitan.* is for equal devices.*are unequal"),

@@ -12,7 +12,7 @@ import pytest
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.stage_bounds import lower_bound
 from planner.pipeline_ilp.stage_ilp import bound_within_memory, solve_stages
-from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice, UnitRun, least_of
+from planner.pipeline_ilp.stage_problem import UNEQUAL_SCHEDULES, StageProblem, UnitChoice, UnitRun, least_of
 
 NUM_PROBLEMS = 21
 
@@ -45,9 +45,10 @@ def mixed_problem(seed: int) -> StageProblem:
         for speed, odd in zip(speeds, [1.0 if speed == 1.0 else draw.uniform(0.6, 1.4) for speed in speeds])
     )
     memory = tuple(draw.choice((60.0, 90.0, 200.0)) for _ in range(ranks))
+    schedule = draw.choice(UNEQUAL_SCHEDULES)
     return StageProblem(
-        runs=least_of(rank_runs), schedule=draw.choice(("1f1b", "gpipe")), num_ranks=ranks, num_chunks=ranks,
-        num_microbatches=m, memory=memory, rank_runs=rank_runs,
+        runs=least_of(rank_runs, split=schedule == "zb_h1"), schedule=schedule, num_ranks=ranks, num_chunks=ranks,
+        num_microbatches=m - (schedule == "zb_h1" and m % ranks), memory=memory, rank_runs=rank_runs,
     )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def unit_figures(draw: random.Random) -> LayerCosts:
     forward = draw.uniform(0.5, 2.0)
     return LayerCosts(
         forward=forward, backward=2 * forward * draw.uniform(0.8, 1.4),
-        gather_forward=draw.choice((0.0, forward * 1.2)),
+        backward_weight=forward * draw.uniform(0.4, 1.4), gather_forward=draw.choice((0.0, forward * 1.2)),
         gather_backward=draw.choice((0.0, forward)), reduce_backward=draw.choice((0.0, forward * 1.5)),
         reduce_step=draw.choice((0.0, 9 * forward)), update_step=draw.uniform(0.0, 0.5),
         gather_step=draw.choice((0.0, 0.4)), state_bytes=draw.uniform(2.0, 12.0), saved_bytes=draw.uniform(0.5, 6.0),
@@ -65,8 +66,10 @@ def unit_figures(draw: random.Random) -> LayerCosts:
 
 def scaled(costs: LayerCosts, speed: float, odd: float) -> LayerCosts:
     """The figures on a device of another speed, which is better at some things than at others."""
-    seconds = ("forward", "backward", "gather_forward", "gather_backward", "reduce_backward", "reduce_step")
-    changed = {name: getattr(costs, name) / speed * (odd if "reduce" in name else 1.0) for name in seconds}
+    seconds = ("forward", "backward", "backward_weight", "gather_forward", "gather_backward", "reduce_backward",
+               "reduce_step")  # fmt: skip
+    uneven = ("reduce_backward", "reduce_step", "backward_weight")
+    changed = {name: getattr(costs, name) / speed * (odd if name in uneven else 1.0) for name in seconds}
     return dataclasses.replace(costs, **changed, update_step=costs.update_step / speed * odd)
 
 
@@ -81,22 +84,22 @@ def every_assignment(problem: StageProblem) -> Iterator[list[list[tuple[int, int
 
 def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, int]]]) -> tuple[float, bool]:
     """The step by the formula in the docstring of ``cost_models.step_time``, and whether every rank's bytes fit."""
-    p, m = problem.num_ranks, problem.num_microbatches
-    forward, backward, reduced, waited, updates, fits = [], [], [], [], [], True
+    p, m, split = problem.num_ranks, problem.num_microbatches, problem.schedule == "zb_h1"
+    forward, backward, weights, reduced, waited, updates, fits = [], [], [], [], [], [], True
     for rank, placed in enumerate(ranks):
         costs = [problem.rank_runs[rank][run].choices[choice].costs for run, choice in placed]
         received = problem.rank_runs[rank][placed[0][0]].receive_forward if rank else 0.0
         returned = problem.rank_runs[rank][ranks[rank + 1][0][0]].receive_backward if rank + 1 < p else 0.0
         forward.append(sum(max(each.forward, each.gather_forward) for each in costs) + received)
-        backward.append(
-            sum(max(each.backward, each.gather_backward + each.reduce_backward) for each in costs) + returned
-        )
+        parts = [backward_and_weight(each, split=split) for each in costs]
+        backward.append(sum(both for both, _ in parts) + returned)
+        weights.append(sum(weight for _, weight in parts))
         sent = [each.gather_backward + each.reduce_backward + each.reduce_step for each in costs]
         held_up = [max(0.0, c - max(each.backward, c - each.reduce_step)) for c, each in zip(sent, costs)]
-        waited.append(sum(wait for wait, each in zip(held_up, costs) if each.gather_backward))
+        waited.append(sum(wait for wait, each in zip(held_up, costs) if each.gather_backward and not split))
         reduced.append(sum(sent))
         updates.append(sum(each.update_step + each.gather_step for each in costs))
-        flight = m if problem.schedule == "gpipe" else min(m, p - rank)
+        flight = m if problem.schedule == "gpipe" else min(m, p if split else p - rank)
         used = sum(each.state_bytes + flight * each.saved_bytes for each in costs)
         fits &= used + max(each.peak_bytes for each in costs) <= problem.memory[rank] * (1 + 1e-9)
     loads = [f + b for f, b in zip(forward, backward)]
@@ -104,7 +107,18 @@ def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, i
     first_run, first_choice = ranks[0][0]
     opening = problem.rank_runs[0][first_run].choices[first_choice].costs.reduce_step
     tail = max(opening, sum(waited) + max(0.0, *(c - window for c, window in zip(reduced, windows))))
+    if split:
+        fill = sum(max(0.0, load - 2 * weight) for load, weight in zip(loads, weights)) * (p - 1) / p
+        return m * max(loads) + fill + tail + max(updates), fits
     return (m - 1) * max(loads) + sum(loads) + tail + max(updates), fits
+
+
+def backward_and_weight(costs: LayerCosts, *, split: bool) -> tuple[float, float]:
+    """Seconds of a unit's backward pass and of its weight gradients, with what is communicated beside them."""
+    if not split or not costs.gather_backward:
+        return max(costs.backward, costs.gather_backward + costs.reduce_backward), costs.backward_weight
+    weight = max(costs.backward_weight, costs.reduce_backward)
+    return max(costs.backward - costs.backward_weight, costs.gather_backward) + weight, weight
 
 
 @pytest.mark.parametrize("seed", range(NUM_PROBLEMS))
@@ -133,6 +147,6 @@ def test_the_problems_are_mixed_and_most_of_them_have_a_solution():
 
 def test_other_schedules_are_refused_by_name_for_unequal_ranks():
     problem = mixed_problem(0)
-    for schedule, chunks in (("zb_h1", 1), ("interleaved_1f1b", 2)):
-        with pytest.raises(ValueError, match=f"{schedule}.*unequal ranks.*1f1b or gpipe"):
+    for schedule, chunks in (("zb_h2", 1), ("interleaved_1f1b", 2)):
+        with pytest.raises(ValueError, match=f"{schedule}.*unequal ranks.*1f1b or gpipe or zb_h1"):
             dataclasses.replace(problem, schedule=schedule, num_chunks=chunks * problem.num_ranks)

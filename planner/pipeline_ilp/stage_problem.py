@@ -9,13 +9,19 @@ same units and choices c, other seconds f[r,c], b[r,c] … and received seconds.
 
     runs: each figure the least over all ranks,   min_r f[r,c],  min_r b[r,c],  …
 
-is a relaxation: with one chunk a rank and a whole backward pass (``UNEQUAL_SCHEDULES``) the step
+is a relaxation: with one chunk a rank and a whole backward pass the step
 
     (m-1)·max_r (f[r] + b[r]) + Σ_r (f[r] + b[r]) + tail + update
 
 falls with no figure, since a second of backward shortens the tail by at most the second that it adds to the sum, and
-memory does not depend on the device. So whatever bounds the relaxation bounds the problem. Loads, tables, segments and
-the program itself take each rank's own figures. Other schedules are refused: their fill is that of equal ranks.
+memory does not depend on the device. Of ZB-H1, whose backward passes are split, the step is
+
+    m·max_r (f[r] + b[r]) + (p-1)/p·Σ_r max(0, f[r] + b[r] - 2·W[r]) + tail + update
+
+which falls with W alone, and where a second of backward may shorten the tail by more than it adds: there W is the
+largest over all ranks, and nothing is communicated, so that there is no tail. So whatever bounds the relaxation bounds
+the problem. Loads, tables, segments and the program itself take each rank's own figures. Other schedules are refused:
+their fill is that of equal ranks, or is played, or they hold two chunks a rank.
 """
 
 from __future__ import annotations
@@ -34,8 +40,10 @@ from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 Assignment = tuple[tuple[tuple[int, int, int], ...], ...]
 #: Relative slack of a memory limit: what sums of bytes may be off by.
 ROUNDING = 1e-9
-#: Schedules whose closed form holds where ranks are unequal: one chunk a rank, backward passes whole.
-UNEQUAL_SCHEDULES = ("1f1b", "gpipe")
+#: Schedules whose closed form holds where ranks are unequal, all of one chunk a rank.
+UNEQUAL_SCHEDULES = ("1f1b", "gpipe", "zb_h1")
+#: What is communicated beside a backward pass or behind the last.
+_REDUCED = ("gather_backward", "reduce_backward", "reduce_step")
 #: The column of ``UnitRun.figures`` with what waits.
 WAITS = 5
 #: Marks a figure that must be equal for one choice to dominate another.
@@ -219,18 +227,26 @@ def folded(problem: StageProblem) -> StageProblem:
 
 def _folded(problem: StageProblem) -> StageProblem:
     split = SCHEDULES[problem.schedule].splits_all
+
+    def folded_runs(runs: Sequence[UnitRun]) -> tuple[UnitRun, ...]:
+        return tuple(run.folded_split if split else run.folded for run in runs)
+
     if problem.rank_runs:
-        rank_runs = tuple(tuple(run.folded for run in runs) for runs in problem.rank_runs)
-        return replace(problem, runs=least_of(rank_runs), rank_runs=rank_runs)
-    return replace(problem, runs=tuple(run.folded_split if split else run.folded for run in problem.runs))
+        rank_runs = tuple(map(folded_runs, problem.rank_runs))
+        return replace(problem, runs=least_of(rank_runs, split=split), rank_runs=rank_runs)
+    return replace(problem, runs=folded_runs(problem.runs))
 
 
-def least_of(rank_runs: Sequence[Sequence[UnitRun]]) -> tuple[UnitRun, ...]:
-    """Runs with the least of each figure over all ranks: a relaxation, see the module docstring."""
+def least_of(rank_runs: Sequence[Sequence[UnitRun]], *, split: bool = False) -> tuple[UnitRun, ...]:
+    """Runs with the least of each figure over all ranks: a relaxation, see the module docstring (``split``: under a
+    schedule that splits every backward pass)."""
     names = [figure.name for figure in fields(LayerCosts)]
 
     def choice(options: tuple[UnitChoice, ...]) -> UnitChoice:
         costs = LayerCosts(**{name: min(getattr(option.costs, name) for option in options) for name in names})
+        if split:
+            most = max(option.costs.backward_weight for option in options)
+            costs = replace(costs, backward_weight=most, **dict.fromkeys(_REDUCED, 0.0))
         return replace(options[0], costs=costs)
 
     return tuple(

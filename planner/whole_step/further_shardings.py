@@ -23,12 +23,13 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.posed_problem import quick_bound
 from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import UNEQUAL_SCHEDULES, StageProblem
 from planner.whole_step.best_first import BYTE_WEIGHTS, STAGE_EFFORT
 from planner.whole_step.candidates.candidates import Candidate
-from planner.whole_step.costs.least_units import least_runs, undivided_share
+from planner.whole_step.costs.least_units import least_runs, split_runs, undivided_share
 from planner.whole_step.costs.level_one import Sharded
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.unit_figures import UnitFigures
@@ -135,6 +136,7 @@ class FurtherShardings:
             stage: least_runs(self._undivided(candidate, stage), each, self.search.setting_on(candidate, stage))
             for stage, each in seconds.items()
         }
+        by_kinds = split_runs(by_kinds) if SCHEDULES[candidate.schedule].splits_all else by_kinds
         return self.search.problem_of(candidate, by_kinds)
 
     def _undivided(self, candidate: Candidate, stage: frozenset[int]) -> tuple[UnitFigures, ...]:

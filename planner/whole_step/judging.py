@@ -12,7 +12,7 @@ from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.offloading import fits_on_host
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, judge
-from planner.whole_step.result.uniform_plans import plainer
+from planner.whole_step.result.uniform_plans import versions
 
 #: How many solutions are simulated at most beside the requested ones, and how much slower than the best they may be by
 #: the closed form; those that are not chosen are the plan's runners-up.
@@ -36,7 +36,7 @@ def judged_best(
     judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
     plain = list(judged)
     for solved in judged:
-        for each in plainer(solved.solution):
+        for each in versions(solved.solution, demands):
             if fits_on_host(search, each) and _may_be_best(each, outcome.bound, plain):
                 plain.append(judge(each))
     fitting = [each for each in experts if fits_on_host(search, each.solution)]

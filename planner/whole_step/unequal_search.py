@@ -7,7 +7,8 @@ is what a certificate states (``Outcome.proved``).
 
 A stage whose ranks are of one kind is priced on it; one that has several
 kinds counts all as the slowest, so that what is found is never slower than if the whole cluster did. Layouts whose
-stages differ are planned under the schedules whose closed form holds for them (``UNEQUAL_SCHEDULES``).
+stages differ are planned under the schedules whose closed form holds for them (``UNEQUAL_SCHEDULES``), ZB-H1 unasked
+only where samples alone are divided.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class UnequalSearch(Search):
     def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         """The same; bounds hold for one sharding from here on. Where samples alone are divided there is no other."""
         candidate = entry.candidate
-        if candidate.cut.context * candidate.cut.tensor * candidate.cut.expert > 1:
+        if not _divides_samples_alone(candidate):
             self.of_all_shardings[candidate] = max(entry.bound, self.of_all_shardings.get(candidate, 0.0))
         yield from super()._bound_stages(entry)
 
@@ -158,8 +159,9 @@ class UnequalSearch(Search):
         """The stage problem of one candidate, from the runs on each kind of stage."""
         stages = self.devices.of_stages(candidate.layout)
         rank_runs = _with_slower_ends([by_kinds[stage] for stage in stages]) if len(by_kinds) > 1 else ()
+        split = SCHEDULES[candidate.schedule].splits_all
         return StageProblem(
-            runs=least_of(rank_runs) if rank_runs else by_kinds[stages[0]],
+            runs=least_of(rank_runs, split=split) if rank_runs else by_kinds[stages[0]],
             schedule=candidate.schedule,
             num_ranks=candidate.layout.pipeline,
             num_chunks=candidate.num_chunks,
@@ -211,8 +213,19 @@ class UnequalSearch(Search):
             yield from super()._members(family)
             return
         for entry in super()._members(_of_unequal_stages(family)):
-            if entry.candidate.schedule in UNEQUAL_SCHEDULES:
+            if entry.candidate.schedule in UNEQUAL_SCHEDULES and self._is_offered(entry.candidate):
                 yield entry
+
+    def _is_offered(self, candidate: Candidate) -> bool:
+        """Whether a candidate of unequal stages is tried: unasked, split backward passes only where samples alone are
+        divided. The bounds over other shardings leave out what fills such a pipeline, and would leave a gap open."""
+        is_asked = "schedule" in self.demands.fixed
+        return is_asked or not SCHEDULES[candidate.schedule].splits_all or _divides_samples_alone(candidate)
+
+
+def _divides_samples_alone(candidate: Candidate) -> bool:
+    """Whether no operator is divided, so that there is one sharding."""
+    return candidate.cut.context * candidate.cut.tensor * candidate.cut.expert == 1
 
 
 def _of_unequal_stages(family: Family) -> Family:

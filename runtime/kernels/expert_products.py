@@ -1,5 +1,5 @@
-"""Products of rows that are sorted by group with one matrix for each group: torch's grouped kernels on a GPU, else one
-product after the other."""
+"""Products of rows that are sorted by group with one matrix for each group: torch's grouped kernels for what they take,
+else one product after the other. On a processor torch's do that, too, but do not come back to Python for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from runtime.kernels.dispatch import runs_triton
 from runtime.kernels.expert_row_kernels import clear_rows_behind
 
-#: Bytes that rows of operands of torch's grouped kernels must be a multiple of.
+#: The dtypes that torch's grouped kernels are quick for, by kind of device.
+GROUPED = {"cuda": torch.bfloat16, "cpu": torch.float32}
+#: Bytes that operands of torch's grouped kernels must begin at, and their rows be, a multiple of.
 ALIGNMENT = 16
 
 
@@ -41,6 +43,10 @@ def cleared_behind(rows: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
     """``rows`` [R, N] with zeros, in place, from the one that ``end`` [1] says: grouped kernels do not write those."""
     if runs_triton(rows):
         clear_rows_behind(rows, end)
+    elif rows.is_cpu:
+        first = int(end)
+        if first < len(rows):
+            rows[first:].zero_()
     elif len(rows):
         places = torch.arange(len(rows), device=rows.device)
         rows.masked_fill_((places >= end).unsqueeze(1), 0.0)
@@ -81,12 +87,13 @@ def sums(rows: torch.Tensor, groups: ExpertGroups, of_row: torch.Tensor) -> torc
 def _is_grouped(*operands: torch.Tensor) -> bool:
     """Whether torch's grouped kernels take these operands."""
     return all(
-        operand.is_cuda and operand.dtype == torch.bfloat16 and operand.numel() > 0 and _is_aligned(operand)
+        operand.dtype is GROUPED.get(operand.device.type) and operand.numel() > 0 and _is_aligned(operand)
         for operand in operands
     )
 
 
 def _is_aligned(operand: torch.Tensor) -> bool:
-    """Whether one of the last two dims is dense and the other's stride a multiple of the alignment."""
+    """Whether one of the last two dims is dense, and the other's stride and the address multiples of the alignment."""
     strides = operand.stride()[-2:]
-    return min(strides) == 1 and max(strides) * operand.element_size() % ALIGNMENT == 0
+    lies_so = min(strides) == 1 and max(strides) * operand.element_size() % ALIGNMENT == 0
+    return lies_so and operand.data_ptr() % ALIGNMENT == 0

@@ -18,7 +18,7 @@ import spmd_types as spmd
 import torch
 
 from runtime.kernels.cross_entropy import autocasts
-from runtime.kernels.direct import apply_of
+from runtime.kernels.direct import apply_of, nobody_listens
 from runtime.kernels.dispatch import runs_triton
 from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_products import ExpertGroups, outer_products, products, sums
@@ -71,7 +71,14 @@ def own_experts(
     activation: str,
 ) -> torch.Tensor:
     """``experts`` of which nobody is told where tokens go: some of a mixture's."""
-    return flattened(_Experts.apply, x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+    function = _Experts.apply if torch.is_grad_enabled() or not nobody_listens() else _output
+    return flattened(function, x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+
+
+def _output(*operands: Any) -> torch.Tensor:
+    """What ``_Experts`` gives where no gradient is to come."""
+    output: torch.Tensor = forward(*operands)[0]
+    return output
 
 
 def flattened(

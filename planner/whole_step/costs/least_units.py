@@ -17,7 +17,7 @@ and ZeRO that a plan has, with
     gather forward = 0                    parameters of 1/tp (of experts 1/ep): state, gathers, reductions, the update
     gather backward = both gathers        conversions that are done again, slower computing beside a collective: 0
 
-Its optimum is no more than that of any sharding under 1F1B and GPipe with whole backward passes and one chunk a rank:
+Its optimum is no more than that of any sharding under 1F1B and GPipe, with whole backward passes and one chunk a rank:
 
 1. Bytes are no more on any rank, so that every assignment within memory is within it here.
 2. Let a unit take F = forward ∨ gather, B = backward ∨ (gather + reduce) of a micro-batch (∨: the larger). Loads and
@@ -28,12 +28,17 @@ Its optimum is no more than that of any sharding under 1F1B and GPipe with whole
    by at least nothing: a second of B prolongs the fill by one and shortens the tail by at most one.
 4. The other figures are no more, and the step falls with none of them.
 
+Under ZB-H1, which splits backward passes, B = (backward - weight ∨ gather) + (weight ∨ reduction), or backward ∨
+reduction where nothing is gathered. F + B is at least what 3 says there, too, and is all that loads take. So a unit has
+that as its backward, communicates nothing, so that there is no tail, and has as many seconds of weight gradients and
+more than can be received, so that no chunk fills anything: a step of m·L and the update, no more than any sharding's.
+
 Where activations go to the host, a unit takes at least as long as they do; that is the larger of both, not the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -154,3 +159,21 @@ def _with_seconds(costs: LayerCosts, seconds: float) -> LayerCosts:
         gather_forward=0.0,
         gather_backward=costs.gather_forward + costs.gather_backward,
     )
+
+
+def split_runs(by_kinds: Mapping[frozenset[int], tuple[UnitRun, ...]]) -> dict[frozenset[int], tuple[UnitRun, ...]]:
+    """The chains of ``least_runs`` on all kinds of stages, for a schedule that splits backward passes."""
+    received = max(run.receive_forward + run.receive_backward for runs in by_kinds.values() for run in runs)
+    return {
+        stage: tuple(
+            replace(run, choices=tuple(replace(each, costs=_split(each.costs, received)) for each in run.choices))
+            for run in runs
+        )
+        for stage, runs in by_kinds.items()
+    }
+
+
+def _split(costs: LayerCosts, received: float) -> LayerCosts:
+    longest = max(costs.backward, costs.gather_backward + costs.reduce_backward)
+    nothing = dict.fromkeys(("gather_backward", "reduce_backward", "reduce_step"), 0.0)
+    return replace(costs, backward=longest, backward_weight=longest + received, **nothing)

@@ -1,8 +1,10 @@
-"""More uniform versions of a solution, for the simulator to compare.
+"""Other versions of a solution that the closed form prices alike or nearly so, for the simulator to compare.
 
 The closed form overlaps a layer's communication with its own compute; in the simulator a gather overlaps with the layer
 before. If ZeRO stages are mixed the two differ a little, and one stage for all may run faster. If the rounds of an
-interleaved schedule differ, a long round delays the others more than the closed form says.
+interleaved schedule differ, a long round delays the others more than the closed form says. GPipe and 1F1B have one
+closed form, so that a search solves but one of them: on uneven stages 1F1B runs faster, and GPipe where communication
+is longer than compute.
 """
 
 from __future__ import annotations
@@ -10,19 +12,56 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from cost_models.schedules import reason_not
 from cost_models.step_time import step_memory, step_seconds
 from planner.pipeline_ilp.stage_ilp import even_rounds
-from planner.pipeline_ilp.stage_problem import Assignment, UnitRun, as_step, fits
+from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, UnitRun, as_step, fits
+from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.result.outcome import StepSolution
+
+#: Schedules of one closed form: one chunk a rank, backward passes whole.
+PRICED_ALIKE = ("1f1b", "gpipe")
+
+
+def versions(solution: StepSolution, demands: Demands) -> Iterator[StepSolution]:
+    """All that the simulator may prefer to ``solution``."""
+    yield from plainer(solution)
+    for other in in_other_orders(solution, demands):
+        yield other
+        yield from plainer(other)
+
+
+def in_other_orders(solution: StepSolution, demands: Demands) -> Iterator[StepSolution]:
+    """``solution`` under the schedules that are priced as its own, which the demands allow; those that fit."""
+    candidate = solution.candidate
+    if candidate.layout.pipeline == 1 or candidate.schedule not in PRICED_ALIKE:
+        return
+    for schedule in demands.among("schedule", PRICED_ALIKE):
+        other = replace(candidate, schedule=schedule)
+        if schedule == candidate.schedule or not _runs(other):
+            continue
+        problem = replace(solution.problem, schedule=schedule)
+        if _fits(problem, solution.assignment):
+            yield replace(solution, candidate=other, problem=problem)
+
+
+def _runs(candidate: Candidate) -> bool:
+    shape = {"num_ranks": candidate.layout.pipeline, "num_chunks": candidate.num_chunks}
+    return reason_not(candidate.schedule, num_microbatches=candidate.num_microbatches, **shape) is None
+
+
+def _fits(problem: StageProblem, assignment: Assignment) -> bool:
+    return fits(problem, step_memory(as_step(problem, assignment)))
 
 
 def plainer(solution: StepSolution) -> Iterator[StepSolution]:
     """``solution`` with one ZeRO stage for all units, with and without one recompute policy for all, and with rounds
     of an interleaved schedule alike; those that fit."""
     for plain in (*_uniform(solution), *even_rounds(solution.problem)):
-        step = as_step(solution.problem, plain)
-        if fits(solution.problem, step_memory(step)):
-            stages = replace(solution.stages, assignment=plain, objective=step_seconds(step).total)
+        if _fits(solution.problem, plain):
+            seconds = step_seconds(as_step(solution.problem, plain)).total
+            stages = replace(solution.stages, assignment=plain, objective=seconds)
             yield replace(solution, stages=stages)
 
 
