@@ -116,7 +116,7 @@ def canonicalise(
     split_cross_entropy(module)
     index_whole_rows(module)
     choose_by_mask(module)
-    of_layers = gather_expert_loops(module, picked or {}, left_out=left_out)
+    of_layers = gather_expert_loops(module, picked or {}, trainable, left_out=left_out)
     join_expert_gates(module)
     join_expert_branches(module)
     unsort_experts(module)

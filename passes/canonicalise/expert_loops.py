@@ -35,12 +35,13 @@ _FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def gather_expert_loops(
-    module: fx.GraphModule, counts: Mapping[int, str], *, left_out: Collection[int] = ()
+    module: fx.GraphModule, counts: Mapping[int, str], trainable: Collection[str], *, left_out: Collection[int] = ()
 ) -> set[str]:
     """Replace what is written row by row.
 
     Args:
         counts: made-up numbers of rows → where the model picks them.
+        trainable: names of the placeholders that carry a gradient.
         left_out: those of them whose rows are left out.
 
     Returns:
@@ -66,7 +67,7 @@ def gather_expert_loops(
         drop_dead_code(module)
         return set()
     drop_dead_code(module)
-    of_layers = compute_all_rows(module, counts)
+    of_layers = compute_all_rows(module, counts, trainable)
     drop_dead_code(module)
     for node in calls(module.graph, aten.nonzero_static.default):
         place = counts.get(argument(node, "size"))

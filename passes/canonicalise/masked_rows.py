@@ -8,8 +8,8 @@ How many rows a mask picks may depend on weights. With f any operators that trea
 
 x' is x with zeros for the rows that are dropped, which may be no numbers (a target that is missing) or no indices (a
 label of -100). A dropped row has the gradient zero, which an operator whose derivative is not finite at zero makes no
-number of; x does not get it. Where there is one of these (``_FINITE`` has the others), nothing else that leads to f may
-have a gradient.
+number of; x does not get it. Where there is one of these (``_FINITE`` has the others) on the way of a gradient, nothing
+else that leads to f may have one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import fx
 
 from passes.canonicalise.expert_expressions import MaskPlaces, places_of, same_value
 from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape, source_of, value
+from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.row_operators import rebuild
 from passes.torch_compat.operators import OpOverload
 
@@ -44,11 +45,12 @@ _FINITE = frozenset(
 )
 
 
-def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> set[str]:
+def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str], trainable: Collection[str]) -> set[str]:
     """Replace what is computed of picked rows alone.
 
     Args:
         counts: made-up numbers of rows → where the model picks them.
+        trainable: names of the placeholders that carry a gradient.
 
     Returns:
         names of the placeholders that rows go through (a layer's weights): where a model calls the layer only if there
@@ -61,7 +63,7 @@ def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> set[s
     of_layers = set[str]()
     for mask in dict.fromkeys(node.args[0] for node in nodes if argument(node, "size") in counts):
         assert isinstance(mask, fx.Node)
-        rows = _AllRows(module.graph, mask)
+        rows = _AllRows(module.graph, mask, nodes_with_gradient(module.graph, trainable))
         of_layers |= {source.name for source in map(source_of, rows.others()) if source.op == "placeholder"}
         rows.replace()
     return of_layers
@@ -118,18 +120,20 @@ class _AllRows:
 
     Args:
         mask: of the first dims of the tables that rows are picked from.
+        carrying: the nodes that carry a gradient.
     """
 
-    def __init__(self, graph: fx.Graph, mask: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, mask: fx.Node, carrying: set[fx.Node]) -> None:
         self._graph = graph
         self._mask = mask
+        self._carrying = carrying
         self._num_dims = len(shape(mask))
         self._places = MaskPlaces(mask, tuple(range(self._num_dims)))
         #: Picked rows → the same of all rows.
         self._rows: dict[fx.Node, fx.Node] = {}
 
     def replace(self) -> None:
-        if not all(map(_is_finite, self._row_operators())) and not all(map(_is_constant, self.others())):
+        if not all(map(_is_finite, self._differentiated())) and not all(map(_is_constant, self.others())):
             return
         for node in calls(self._graph):
             if self._is_pick(node):
@@ -147,6 +151,15 @@ class _AllRows:
         if node.target is not aten.index.Tensor or places_of(node.args[1]) != self._places:  # type: ignore[arg-type]
             return False
         return shape(node.args[0])[: self._num_dims] == shape(self._mask)  # type: ignore[arg-type]
+
+    def _differentiated(self) -> list[fx.Node]:
+        """The operators on picked rows that a gradient passes, and those that give operands of these."""
+        operators = self._row_operators()
+        needed: set[fx.Node] = set()
+        for node in reversed(operators):
+            if node in self._carrying or not needed.isdisjoint(node.users):
+                needed.add(node)
+        return [node for node in operators if node in needed]
 
     def _row_operators(self) -> list[fx.Node]:
         """What is computed of picked rows until they are put back or added up, in order."""

@@ -86,6 +86,19 @@ class Subgraphs:
         node = self._trace.node_of(tensor)
         return node is not None and self._is_settled(self._leading_to(node)[0])
 
+    def why_unknown(self, tensor: torch.Tensor) -> str | None:
+        """Why inputs, buffers and constants do not decide what ``tensor`` is; None if they do, or if it is not traced.
+
+        The text goes on from "a value that".
+        """
+        node = self._trace.node_of(tensor)
+        try:
+            for each in () if node is None else self._leading_to(node)[0]:
+                self._check(each)
+        except UnknownValue as unknown:
+            return str(unknown)
+        return None
+
     def _leading_to(self, node: fx.Node) -> tuple[list[fx.Node], bool]:
         """All that decides what a node gives, in an order in which it can run; whether any of it is written to."""
         nodes = _upstream(node)
