@@ -32,6 +32,27 @@ def scaled_in_place(y: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def both_means(y: torch.Tensor) -> torch.Tensor:
+    """D-FINE's means of matched and of other places."""
+    mask = rows_of(y)
+    losses = y.square().mean(-1)
+    matched = losses[mask].mean() if mask.any() else 0
+    others = losses[~mask].mean() if (~mask).any() else 0
+    return (matched * mask.sum().sqrt() + others * (~mask).sum().sqrt()) / 3
+
+
+def bins_of(y: torch.Tensor) -> torch.Tensor:
+    """D-FINE's weights between the bins on both sides, of what lies in a bin."""
+    bins = torch.tensor([-1.0, -0.25, 0.25, 1.0], dtype=y.dtype)
+    left = (bins <= y.unsqueeze(-1)).sum(-1) - 1
+    inside = (left >= 0) & (left < 3)
+    below, above = bins[left[inside]], bins[left[inside] + 1]
+    result = torch.zeros_like(y)
+    result[inside] = (y[inside] - below).abs() / ((y[inside] - below).abs() + (above - y[inside]).abs())
+    result[left < 0] = 0.0
+    return result
+
+
 ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "put": lambda y: put(torch.zeros_like(y), rows_of(y), y[rows_of(y)] * 2),
     "put elsewhere": lambda y: put(y, y > 0, y[y > 0].sin()),
@@ -49,6 +70,10 @@ ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of two tensors": lambda y: F.mse_loss(y[y > 0], torch.ones_like(y)[y > 0]),
     "cross-entropy": lambda y: F.cross_entropy(y[rows_of(y)], torch.arange(15).reshape(3, 5)[rows_of(y)] % 4),
     "a derivative that is not finite at others": lambda y: y[y > 0].log().sum() + y[y > 0].sqrt().mean(),
+    "mean, or zero of no rows": lambda y: y.sum() + (y[y > 0].square().mean() if (y > 0).any() else 0),
+    "zero of no rows": lambda y: y.sum() + (y[y > 1e9].mean() if (y > 1e9).any() else torch.tensor(0.0).double()) * 2,
+    "means of both": lambda y: y.mean() + both_means(y),
+    "targets without gradient": lambda y: (y * bins_of(y.detach())).square(),
     "no row": lambda y: y[y > 1e9].sum() + y.sum(),
 }
 

@@ -5,6 +5,7 @@ How many rows a mask picks may depend on weights. With f any operators that trea
     y[m] = f(x[m])     ->  where(m, f(x'), y)
     f(x[m]).sum(0)     ->  masked_fill(f(x'), ~m, 0).sum(dims of m)
     f(x[m]).mean()     ->  masked_fill(f(x'), ~m, 0).sum() / (m.sum() * entries of a row)
+    f(x[m]).mean() if m.any() else 0  ->  the same with m.sum().clamp(min=1)
 
 x' is x with zeros for the rows that are dropped, which may be no numbers (a target that is missing) or no indices (a
 label of -100). A dropped row has the gradient zero, which an operator whose derivative is not finite at zero makes no
@@ -45,12 +46,15 @@ _FINITE = frozenset(
 )
 
 
-def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str], trainable: Collection[str]) -> set[str]:
+def compute_all_rows(
+    module: fx.GraphModule, counts: Mapping[int, str], trainable: Collection[str], mean_of_none: float
+) -> set[str]:
     """Replace what is computed of picked rows alone.
 
     Args:
         counts: made-up numbers of rows → where the model picks them.
         trainable: names of the placeholders that carry a gradient.
+        mean_of_none: what the mean of no rows is: no number, or zero.
 
     Returns:
         names of the placeholders that rows go through (a layer's weights): where a model calls the layer only if there
@@ -63,7 +67,7 @@ def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str], trainabl
     of_layers = set[str]()
     for mask in dict.fromkeys(node.args[0] for node in nodes if argument(node, "size") in counts):
         assert isinstance(mask, fx.Node)
-        rows = _AllRows(module.graph, mask, nodes_with_gradient(module.graph, trainable))
+        rows = _AllRows(module.graph, mask, nodes_with_gradient(module.graph, trainable), mean_of_none)
         of_layers |= {source.name for source in map(source_of, rows.others()) if source.op == "placeholder"}
         rows.replace()
     return of_layers
@@ -106,12 +110,12 @@ def _unite_masks(graph: fx.Graph) -> None:
                 node.replace_input_with(index, same)
 
 
-def leave_out_sums(module: fx.GraphModule, left_out: Collection[int]) -> None:
+def leave_out_sums(module: fx.GraphModule, left_out: Collection[int], mean_of_none: float) -> None:
     """Put what the sum or mean of no rows is in the place of those over some numbers of rows."""
     for node in calls(module.graph, *_SUMS, *_MEANS):
         source: Any = node.args[0]
         if shape(source) and shape(source)[0] in left_out and 0 in _reduced(node):
-            number = 0 if node.target in _SUMS else math.nan
+            number = 0 if node.target in _SUMS else mean_of_none
             replace(node, insert(node, aten.full.default, (list(shape(node)), number), {"dtype": value(node).dtype}))
 
 
@@ -123,10 +127,11 @@ class _AllRows:
         carrying: the nodes that carry a gradient.
     """
 
-    def __init__(self, graph: fx.Graph, mask: fx.Node, carrying: set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, mask: fx.Node, carrying: set[fx.Node], mean_of_none: float) -> None:
         self._graph = graph
         self._mask = mask
         self._carrying = carrying
+        self._mean_of_none = mean_of_none
         self._num_dims = len(shape(mask))
         self._places = MaskPlaces(mask, tuple(range(self._num_dims)))
         #: Picked rows → the same of all rows.
@@ -210,6 +215,8 @@ class _AllRows:
         total = insert(node, aten.sum.dim_IntList, (rows_or_zeros, dims), options)
         if node.target in _MEANS:
             number = insert(node, aten.sum.default, (self._mask,))
+            if self._mean_of_none == 0:
+                number = insert(node, aten.clamp_min.default, (number, 1))
             number = insert(node, aten.mul.Tensor, (number, math.prod(shape(source)[dim] for dim in others)))
             total = insert(node, aten.div.Tensor, (total, number))
         return insert(node, aten.reshape.default, (total, list(shape(node))))

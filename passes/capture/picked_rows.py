@@ -15,6 +15,7 @@ for each mask, none for all or for some of the masks. Those without rows have to
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ import torch
 from torch import fx
 
 from passes.capture.equal_tensors import computed_alike
+from passes.capture.graph_form import form_of
 from passes.capture.nested_values import Structure, constants_of
 from passes.capture.repeats import RepeatedEntries
 from passes.capture.rows_left_out import without_marks
@@ -61,6 +63,7 @@ class PickedRows:
         left_out: idle masks pick rows, one more than others do; otherwise they pick none.
         any_number_at: lines of the model where masks that inputs decide get made-up numbers, too.
         most_calls: functions of torch that the model may call.
+        mean_of_none: what the mean of no rows is for the model: no number, unless it takes zero there.
 
     Attributes:
         counts: numbers of rows so far → where the model picks them.
@@ -78,6 +81,7 @@ class PickedRows:
     left_out: bool = False
     any_number_at: frozenset[str] = frozenset()
     most_calls: int | None = None
+    mean_of_none: float = math.nan
     num_calls: int = 0
     counts: dict[int, str] = field(default_factory=dict)
     left_out_counts: set[int] = field(default_factory=set)
@@ -93,11 +97,21 @@ class PickedRows:
 
     def fresh(self) -> PickedRows:
         """The same numbers for another trace, of which nothing is noted yet."""
-        return self.numbered(self.first, self.step, idle=self.idle, left_out=self.left_out)
+        return self.numbered(
+            self.first, self.step, idle=self.idle, left_out=self.left_out, mean_of_none=self.mean_of_none
+        )
 
-    def numbered(self, first: int = 1_000_003, step: int = 0, *, idle: int = 0, left_out: bool = False) -> PickedRows:
+    def numbered(
+        self,
+        first: int = 1_000_003,
+        step: int = 0,
+        *,
+        idle: int = 0,
+        left_out: bool = False,
+        mean_of_none: float = math.nan,
+    ) -> PickedRows:
         """Other numbers for another trace."""
-        return PickedRows(first, step, idle, left_out, self.any_number_at, self.most_calls)
+        return PickedRows(first, step, idle, left_out, self.any_number_at, self.most_calls, mean_of_none)
 
     @property
     def has_several_masks(self) -> bool:
@@ -280,14 +294,12 @@ def check_picked_rows(
     """
     many = trace(picked.numbered(_VERY_MANY if not picked.any_number_at else _MANY_OF_INPUTS, picked.step))
     same = _same_calls(calls, many.calls(), trace(picked.numbered(1)).calls())
-    same = same and _form(graph) == _form(many.graph())
-    read_without_rows = set[str]()
-    for idle in (1, 2) if picked.has_several_masks else (1,):
-        picks_nothing = trace(picked.numbered(idle=idle))
-        read_without_rows |= picks_nothing.read_without_rows()
-        left_out = trace(picked.numbered(idle=idle, left_out=True))
-        same = same and _form(left_out.graph()) == _form(picks_nothing.graph())
-    if not same:
+    same = same and form_of(graph) == form_of(many.graph())
+    picks_nothing = {idle: trace(picked.numbered(idle=idle)) for idle in ((1, 2) if picked.has_several_masks else (1,))}
+    read_without_rows = {path for each in picks_nothing.values() for path in each.read_without_rows()}
+    forms = {idle: form_of(each.graph()) for idle, each in picks_nothing.items()}
+    mean = next(filter(lambda mean: _leaves_out(forms, picked, trace, mean), _MEANS_OF_NONE), None) if same else None
+    if mean is None:
         raise CaptureError(
             f"in {next(iter(picked.counts.values()))}: control flow depends on a value that the program "
             "leaves open: how many entries of a mask are true decides more than which rows are computed: compute every "
@@ -300,7 +312,28 @@ def check_picked_rows(
             "are any, so that it has no gradient where there are none, and a program gives it zeros, which move it "
             "under weight decay: call the layer whatever the mask picks (of no rows it adds nothing)"
         )
+    if mean == 0:
+        graph = trace(picked.numbered(picked.first, picked.step, mean_of_none=mean)).graph()
     return without_marks(graph, read_without_rows)
+
+
+#: What models take for the mean of no rows: no number, or zero (``rows.mean() if mask.any() else 0``).
+_MEANS_OF_NONE = (math.nan, 0.0)
+
+
+def _leaves_out(
+    forms: Mapping[int, Any], picked: PickedRows, trace: Callable[[PickedRows], RowsTraced], mean_of_none: float
+) -> bool:
+    """Whether traces in which masks pick nothing compute what those do in which picked rows are left out.
+
+    Args:
+        forms: of the former, by how many masks are idle.
+    """
+    for idle, form in forms.items():
+        left_out = trace(picked.numbered(idle=idle, left_out=True, mean_of_none=mean_of_none))
+        if form_of(left_out.graph()) != form:
+            return False
+    return True
 
 
 def _same_calls(calls: list[OperatorCall], many: list[OperatorCall], one: list[OperatorCall]) -> bool:
@@ -319,18 +352,3 @@ def _same_calls(calls: list[OperatorCall], many: list[OperatorCall], one: list[O
         if any(some == very_many != single for some, very_many, single in zip(numbers, of_many, of_one)):
             return False
     return True
-
-
-def _form(graph: Graph) -> list[Any]:
-    """What a graph computes, whatever the names of its values."""
-    literals = {state.value.name: state.data for state in graph.states if state.data is not None}
-    numbers: dict[str, Any] = {
-        name: (str(data.dtype), tuple(data.shape), data.tolist()) for name, data in literals.items()
-    }
-    form: list[Any] = []
-    for node in graph.nodes:
-        operands = [numbers.get(name, name) for name in node.inputs]
-        results = [(value.shape, value.dtype) for value in node.outputs]
-        form.append((node.op, operands, node.constants, results, node.module_path))
-        numbers.update({value.name: (len(form), place) for place, value in enumerate(node.outputs)})
-    return [*form, [(path, numbers.get(name, name)) for path, name in graph.outputs.items()], graph.loss]
