@@ -89,6 +89,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "their largest": lambda y: y[rows_of(y)].amax(0),
     "each with the next": lambda y: (y[rows_of(y)] - y[rows_of(y)].roll(1, 0)).sum(),
     "a root of weights": lambda y: (y[y > 0] + y.sum()).sqrt().sum(),
+    "a factor that is not finite at others": lambda y: (y[y > 0] * y.detach()[y > 0].log() + y.sum()).sum(),
+    "one where there are none": lambda y: y.sum() + (y[y > 0].mean() if (y > 0).any() else 1.0),
 }
 
 
