@@ -156,3 +156,21 @@ def test_the_mean_over_picked_samples_is_that_of_the_global_batch(mesh: str, opt
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 8), "y": torch.arange(8)}
     assert planner.verify(HardExamples(), mesh, batch=batch, **options).ok
+
+
+class ExamplesOfTwoKinds(HardExamples):
+    """The mean losses of the hard samples and of those that are harder than any: zero for none."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        losses = F.cross_entropy(x, y, reduction="none")
+        hard, hardest = losses > 1.9, losses > 1e6
+        others = losses[hardest].mean() if hardest.any() else 0
+        return {"loss": losses.mean() + (losses[hard].mean() if hard.any() else 0) + others}
+
+
+def test_the_mean_over_no_samples_of_the_global_batch_is_zero_where_the_model_says_so() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 8), "y": torch.arange(8)}
+    assert planner.verify(ExamplesOfTwoKinds(), "dp=2,tp=2", batch=batch).ok
