@@ -90,6 +90,9 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "each with the next": lambda y: (y[rows_of(y)] - y[rows_of(y)].roll(1, 0)).sum(),
     "a root of weights": lambda y: (y[y > 0] + y.sum()).sqrt().sum(),
     "a factor that is not finite at others": lambda y: (y[y > 0] * y.detach()[y > 0].log() + y.sum()).sum(),
+    "whether all are": lambda y: y[y > 0].sum() * (10 if (y > 0).sum() == y.numel() else 1),
+    "whether each sample is": lambda y: y[y.sum((1, 2)) > 0].sum() * (10 if len(y[y.sum((1, 2)) > 0]) == len(y) else 1),
+    "whether two are": lambda y: y[rows_of(y)].sum() * (10 if rows_of(y).sum() == 2 else 1),
     "one where there are none": lambda y: y.sum() + (y[y > 0].mean() if (y > 0).any() else 1.0),
 }
 

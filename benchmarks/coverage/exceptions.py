@@ -114,10 +114,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite_speech5_ctc": {"encoder_config": {"context_size": 8}},
     "levit": {"image_size": 64, "patch_size": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
-    # With a probability of zero no draw decides which losses there are.
-    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}, "lsd_distill_probability": 0.0},
-    "pocket_tts": {"flow_head_config": {"condition_dim": 32}, "lsd_distill_probability": 0.0,
-                   "audio_bos_token_id": 110, "audio_latent_token_id": 111},
+    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
+    "pocket_tts": {"flow_head_config": {"condition_dim": 32}, "audio_bos_token_id": 110, "audio_latent_token_id": 111},
     "inkling_mm_model": {"vision_config": {"num_hidden_layers": 3}},
     "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5},
     "blt": {"encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32},

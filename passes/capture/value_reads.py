@@ -272,7 +272,10 @@ class ValueReads:
                 return constant.item()
         of = traced.mask_counted(tensor)
         count = None if of is None else self._picked_count(of[0], is_size=False)
-        return None if of is None or count is None else of[1](count)
+        if of is None or count is None:
+            return None
+        self.picked.bounds |= {of[2]} - {0}
+        return of[1](count)
 
     def _count(self, mask: torch.Tensor, shape: tuple[int, ...]) -> int:
         """How many entries of a mask, spread to ``shape``, are true."""

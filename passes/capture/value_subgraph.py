@@ -175,8 +175,11 @@ class Subgraphs:
                 steps[each] = StepResult(len(steps))
         return values.results[-1]  # type: ignore[no-any-return]
 
-    def mask_counted(self, tensor: torch.Tensor) -> tuple[fx.Node, Callable[[int], int | bool]] | None:
-        """(mask, f) if ``tensor`` is f of how many entries of a mask are true: ``mask.any()``, ``mask.sum() > 0``."""
+    def mask_counted(self, tensor: torch.Tensor) -> tuple[fx.Node, Callable[[int], int | bool], int] | None:
+        """(mask, f, bound) if ``tensor`` is f of how many entries of a mask are true, compared with ``bound``.
+
+        ``mask.any()``, ``mask.sum() > 0``.
+        """
         node: Any = self._trace.node_of(tensor)
         negated = False
         while node is not None and _is_flag(node):
@@ -195,9 +198,9 @@ class Subgraphs:
         if mask.meta["val"].dtype != torch.bool:
             return None
         if is_sum and compare is None:
-            return None if negated else (mask, int)
+            return None if negated else (mask, int, 0)
         asked = compare or python_operator.gt
-        return mask, lambda count: asked(count, bound) != negated
+        return mask, lambda count: asked(count, bound) != negated, bound
 
     def hits_of(self, mask: fx.Node) -> set[fx.Node]:
         """The masks of all experts if ``mask`` says which of them have an entry: ``masks.sum((1, 2)) > 0``."""
