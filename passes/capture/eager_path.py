@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from passes.capture.index_numbers import with_int_of_tensors
+from passes.capture.numbers_as_places import with_int_of_tensors
 from passes.capture.picked_rows import PickedRows
 from passes.ir.errors import CaptureError
 from passes.torch_compat.tracing import CompilingFlags

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.capture.index_numbers import refuse_left_over
 from passes.capture.loss_of_call import CalledModel, calls_model
 from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
+from passes.capture.numbers_as_places import refuse_left_over
 from passes.capture.python_draws import no_python_draws
 from passes.capture.python_state import StateChanges, TracedStates, WatchedState
 from passes.capture.stand_in import OneDevice

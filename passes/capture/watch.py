@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.computed_indices import look_up
-from passes.capture.index_numbers import IndexNumbers
+from passes.capture.numbers_as_places import IndexNumbers
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
 from passes.capture.strided_views import StridedViews

@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from passes.ir.errors import CaptureError
-
 
 class IndexNumber(torch.SymInt):
     """The number in ``tensor`` [], as ``tensor.item()`` gives it; sums and products of such numbers are some, too.
@@ -23,7 +21,7 @@ class IndexNumber(torch.SymInt):
     """
 
     def __init__(
-        self, tensor: torch.Tensor, refusal: CaptureError, refusal_of_int: Callable[[CaptureError], CaptureError]
+        self, tensor: torch.Tensor, refusal: Exception, refusal_of_int: Callable[[Exception], Exception]
     ) -> None:
         # Not the constructor of SymInt, which is of a node.
         self.tensor = tensor.to(torch.int64)

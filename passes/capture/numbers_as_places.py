@@ -35,7 +35,7 @@ class IntOfTensor(CaptureError):
         namespace: the global names of that file.
     """
 
-    def __init__(self, refusal: CaptureError, namespace: dict[str, Any]) -> None:
+    def __init__(self, refusal: Exception, namespace: dict[str, Any]) -> None:
         super().__init__(str(refusal))
         self.namespace = namespace
 
@@ -134,7 +134,7 @@ def _namespace_of(error: BaseException | None) -> dict[str, Any] | None:
     return None if error is None else error.namespace
 
 
-def _refusal_of_int(refusal: CaptureError) -> CaptureError:
+def _refusal_of_int(refusal: Exception) -> Exception:
     namespace = _namespace_with_int()
     return refusal if namespace is None else IntOfTensor(refusal, namespace)
 
