@@ -32,6 +32,27 @@ def scaled_in_place(y: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def both_means(y: torch.Tensor) -> torch.Tensor:
+    """D-FINE's means of matched and of other places."""
+    mask = rows_of(y)
+    losses = y.square().mean(-1)
+    matched = losses[mask].mean() if mask.any() else 0
+    others = losses[~mask].mean() if (~mask).any() else 0
+    return (matched * mask.sum().sqrt() + others * (~mask).sum().sqrt()) / 3
+
+
+def bins_of(y: torch.Tensor) -> torch.Tensor:
+    """D-FINE's weights between the bins on both sides, of what lies in a bin."""
+    bins = torch.tensor([-1.0, -0.25, 0.25, 1.0], dtype=y.dtype)
+    left = (bins <= y.unsqueeze(-1)).sum(-1) - 1
+    inside = (left >= 0) & (left < 3)
+    below, above = bins[left[inside]], bins[left[inside] + 1]
+    result = torch.zeros_like(y)
+    result[inside] = (y[inside] - below).abs() / ((y[inside] - below).abs() + (above - y[inside]).abs())
+    result[left < 0] = 0.0
+    return result
+
+
 ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "put": lambda y: put(torch.zeros_like(y), rows_of(y), y[rows_of(y)] * 2),
     "put elsewhere": lambda y: put(y, y > 0, y[y > 0].sin()),
@@ -49,6 +70,10 @@ ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of two tensors": lambda y: F.mse_loss(y[y > 0], torch.ones_like(y)[y > 0]),
     "cross-entropy": lambda y: F.cross_entropy(y[rows_of(y)], torch.arange(15).reshape(3, 5)[rows_of(y)] % 4),
     "a derivative that is not finite at others": lambda y: y[y > 0].log().sum() + y[y > 0].sqrt().mean(),
+    "mean, or zero of no rows": lambda y: y.sum() + (y[y > 0].square().mean() if (y > 0).any() else 0),
+    "zero of no rows": lambda y: y.sum() + (y[y > 1e9].mean() if (y > 1e9).any() else torch.tensor(0.0).double()) * 2,
+    "means of both": lambda y: y.mean() + both_means(y),
+    "targets without gradient": lambda y: (y * bins_of(y.detach())).square(),
     "no row": lambda y: y[y > 1e9].sum() + y.sum(),
 }
 
@@ -64,6 +89,11 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "their largest": lambda y: y[rows_of(y)].amax(0),
     "each with the next": lambda y: (y[rows_of(y)] - y[rows_of(y)].roll(1, 0)).sum(),
     "a root of weights": lambda y: (y[y > 0] + y.sum()).sqrt().sum(),
+    "a factor that is not finite at others": lambda y: (y[y > 0] * y.detach()[y > 0].log() + y.sum()).sum(),
+    "whether all are": lambda y: y[y > 0].sum() * (10 if (y > 0).sum() == y.numel() else 1),
+    "whether each sample is": lambda y: y[y.sum((1, 2)) > 0].sum() * (10 if len(y[y.sum((1, 2)) > 0]) == len(y) else 1),
+    "whether two are": lambda y: y[rows_of(y)].sum() * (10 if rows_of(y).sum() == 2 else 1),
+    "one where there are none": lambda y: y.sum() + (y[y > 0].mean() if (y > 0).any() else 1.0),
 }
 
 
@@ -129,3 +159,21 @@ def test_the_mean_over_picked_samples_is_that_of_the_global_batch(mesh: str, opt
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 8), "y": torch.arange(8)}
     assert planner.verify(HardExamples(), mesh, batch=batch, **options).ok
+
+
+class ExamplesOfTwoKinds(HardExamples):
+    """The mean losses of the hard samples and of those that are harder than any: zero for none."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        losses = F.cross_entropy(x, y, reduction="none")
+        hard, hardest = losses > 1.9, losses > 1e6
+        others = losses[hardest].mean() if hardest.any() else 0
+        return {"loss": losses.mean() + (losses[hard].mean() if hard.any() else 0) + others}
+
+
+def test_the_mean_over_no_samples_of_the_global_batch_is_zero_where_the_model_says_so() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 8), "y": torch.arange(8)}
+    assert planner.verify(ExamplesOfTwoKinds(), "dp=2,tp=2", batch=batch).ok

@@ -115,11 +115,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "levit": {"image_size": 64, "patch_size": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
-    "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
+    "pocket_tts": {"flow_head_config": {"condition_dim": 32}, "audio_bos_token_id": 110, "audio_latent_token_id": 111},
+    "inkling_mm_model": {"vision_config": {"num_hidden_layers": 3}},
     "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5},
     "blt": {"encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32},
             "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [2, 3]},
-    "dots3_note": {"text_config": {"per_layer_config": {}}},
+    "dots3_note": {
+        "text_config": {"layer_types": ["indexed_attention", "sliding_attention"], "swa_num_attention_heads": 4,
+                        "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+                        "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "sliding_window": 8},
+        "vision_config": {"mlp_layer_types": ["dense", "sparse"], "num_local_experts": 4, "per_layer_config": {},
+                          "adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32}},
     "efficientloftr": {"hidden_size": 256},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                                             "mrope_section": [1, 1, 2]}}},
@@ -164,7 +171,9 @@ CONFIGS["upernet"] = {"backbone_config": {**RESNET, "out_features": ["stage1", "
 #: Queries that are noised labels would be drawn at random.
 for _name in ("rt_detr", "rt_detr_v2", "d_fine", "deimv2", "pp_doclayout_v2", "pp_doclayout_v3"):
     CONFIGS[_name] = {"decoder_in_channels": [32, 32, 32], "num_denoising": 0}
-CONFIGS["pp_doclayout_v2"] |= {"class_thresholds": [0.5] * 32, "class_order": list(range(32))}
+CONFIGS["pp_doclayout_v2"] |= {"class_thresholds": [0.5] * 32, "class_order": list(range(32)),
+                               "reading_order_config": {"max_2d_position_embeddings": 1024}}  # fmt: skip
+CONFIGS["pp_doclayout_v3"] |= {"x4_feat_dim": 4}
 #: Images in tiles: one tile as large as the image, beside the image itself.
 for _name in ("llava_next", "llava_next_video", "llava_onevision"):
     CONFIGS[_name] = {"image_grid_pinpoints": [[32, 32]]}
@@ -243,6 +252,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "labels": lambda t: t.tokens(t.batch_size * t.config.decoder_config.num_channels, t.num_tokens),
     },
     "kimi_k25": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 3, 8, 8)},
+    "inkling_mm_model": {"pixel_values": lambda t: t.floats(t.batch_size, 2, 8, 8, 3)},
     "inkling2": {"pixel_values": lambda t: t.floats(t.batch_size * 16, 16, 16, 3)},
     "molmo2": {
         "pixel_values": lambda t: t.floats(t.batch_size, 16, 192),
@@ -278,7 +288,13 @@ INPUTS: dict[str, dict[str, Any]] = {
         "pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size),
         "pixel_attention_mask": lambda t: torch.ones(t.batch_size, 1, dtype=torch.bool),
     },
+    "flava": {
+        "mim_labels": lambda t: t.integers(0, 128, t.batch_size, 4, 4),
+        "mlm_labels": lambda t: t.tokens(t.batch_size, t.num_tokens),
+        "itm_labels": lambda t: t.integers(0, 2, t.batch_size),
+    },
     "higgs_audio_v2": {
+        "input_ids": lambda t: t.with_tokens(2, 6, t.config.audio_token_id),
         "audio_input_ids": lambda t: t.tokens(t.batch_size, 4, t.config.num_codebooks),
         "audio_input_ids_mask": lambda t: torch.ones(t.batch_size, 4, dtype=torch.bool),
         "audio_labels": lambda t: t.tokens(t.batch_size, 4, t.config.num_codebooks),
@@ -289,6 +305,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "future_values": lambda t: t.floats(t.batch_size, 128),
     },
     "neomme": {"pixel_values": None},
+    "dots3_note": {"input_features": None},
     "vibevoice": {"input_values": None},
     "vibevoice_asr": {"input_values": lambda t: t.floats(t.batch_size, 1, 3200)},
     "video_llama_3": {"image_merge_sizes": lambda t: torch.ones(t.batch_size, dtype=torch.long)},
@@ -325,6 +342,11 @@ for _name, _width in (("gemma4", 192), ("gemma4_unified", 1728)):
         "pixel_values": lambda t, width=_width: t.floats(t.batch_size, 16, width),
         "image_position_ids": lambda t: torch.cartesian_prod(*[torch.arange(4)] * 2).repeat(t.batch_size, 1, 1),
     }  # fmt: skip
+for _name in ("gradium_phonon_tts", "pocket_tts"):
+    INPUTS[_name] = {
+        "input_ids": lambda t: t.with_tokens(1, 2, t.config.audio_bos_token_id, 8, t.config.audio_latent_token_id),
+        "labels": lambda t: t.floats(t.batch_size, 6, t.config.latent_dim),
+    }
 for _name in ("idefics2", "idefics3", "smolvlm", "modernvbert", "ultravbert"):
     INPUTS[_name] = {"pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size)}
 for _name in ("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"):

@@ -9,6 +9,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"requires the (\w+) library", r"needs the package \1, which is not installed"),
     (r"[Tt]raining [\w ]*is not (yet )?(implemented|supported)|does not support training|is not trainable",
      "says itself that it does not train"),
+    (r"takes labels, and its forward reads them nowhere", "takes labels, which its forward reads nowhere: no loss"),
     (r"ForCausalLMLoss\(\) missing 1 required positional argument", "transformers calls a loss of another kind for it"),
 )  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from typing import Any
 
 #: Tables of transformers' automatic classes, in the order in which a head is looked for.
@@ -68,6 +70,13 @@ def _class_of(model_type: str) -> str | None:
 def _names(tables: list[dict[str, Any]], model_type: str) -> list[str]:
     entries = (table.get(model_type, ()) for table in tables)
     return [name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)]
+
+
+def reads_labels(cls: type) -> bool:
+    """Whether the class's ``forward`` does anything with an argument that makes a model compute a loss."""
+    forward = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))  # type: ignore[attr-defined]
+    names = (node for node in ast.walk(forward) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return any(name.id in LOSS_ARGUMENTS for name in names)
 
 
 def _computes_loss(name: str) -> bool:

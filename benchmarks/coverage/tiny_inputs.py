@@ -91,6 +91,14 @@ class TinyInputs:
         tokens[:, 0], tokens[:, -1] = first, last
         return tokens
 
+    def with_tokens(self, begin: int, *ends_and_tokens: int) -> torch.Tensor:
+        """Ordinary tokens, and from ``begin`` on each special token up to the end before it."""
+        tokens = self.tokens(self.batch_size, self.num_tokens)
+        for end, token in zip(ends_and_tokens[::2], ends_and_tokens[1::2]):
+            tokens[:, begin:end] = token
+            begin = end
+        return tokens
+
     def marked(self, begin: int, end: int) -> torch.Tensor:
         """A mask of tokens: true from ``begin`` to before ``end``."""
         mask = torch.zeros(self.batch_size, self.num_tokens, dtype=torch.bool)

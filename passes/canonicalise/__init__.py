@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from torch import fx
@@ -74,6 +75,7 @@ def canonicalise(
     trainable: Collection[str],
     picked: Mapping[int, str] | None = None,
     left_out: Collection[int] = (),
+    mean_of_none: float = math.nan,
 ) -> set[str]:
     """Run every pass on ``module``, in place.
 
@@ -82,6 +84,7 @@ def canonicalise(
             carry a gradient.
         picked: made-up numbers of rows that masks pick → where.
         left_out: those of them whose rows are left out.
+        mean_of_none: what the mean of no rows is.
 
     Returns:
         names of the placeholders that rows which a mask picks go through, as ``compute_all_rows``.
@@ -116,7 +119,7 @@ def canonicalise(
     split_cross_entropy(module)
     index_whole_rows(module)
     choose_by_mask(module)
-    of_layers = gather_expert_loops(module, picked or {}, left_out=left_out)
+    of_layers = gather_expert_loops(module, picked or {}, trainable, left_out=left_out, mean_of_none=mean_of_none)
     join_expert_gates(module)
     join_expert_branches(module)
     unsort_experts(module)

@@ -35,13 +35,20 @@ _FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def gather_expert_loops(
-    module: fx.GraphModule, counts: Mapping[int, str], *, left_out: Collection[int] = ()
+    module: fx.GraphModule,
+    counts: Mapping[int, str],
+    trainable: Collection[str],
+    *,
+    left_out: Collection[int],
+    mean_of_none: float,
 ) -> set[str]:
     """Replace what is written row by row.
 
     Args:
         counts: made-up numbers of rows → where the model picks them.
+        trainable: names of the placeholders that carry a gradient.
         left_out: those of them whose rows are left out.
+        mean_of_none: what the mean of no rows is.
 
     Returns:
         as ``compute_all_rows``, of rows that no loop over experts picks.
@@ -62,11 +69,11 @@ def gather_expert_loops(
         else:
             _replace_chain(chain)
     if left_out:
-        leave_out_sums(module, left_out)
+        leave_out_sums(module, left_out, mean_of_none)
         drop_dead_code(module)
         return set()
     drop_dead_code(module)
-    of_layers = compute_all_rows(module, counts)
+    of_layers = compute_all_rows(module, counts, trainable, mean_of_none)
     drop_dead_code(module)
     for node in calls(module.graph, aten.nonzero_static.default):
         place = counts.get(argument(node, "size"))

@@ -5,11 +5,12 @@ How many rows a mask picks may depend on weights. With f any operators that trea
     y[m] = f(x[m])     ->  where(m, f(x'), y)
     f(x[m]).sum(0)     ->  masked_fill(f(x'), ~m, 0).sum(dims of m)
     f(x[m]).mean()     ->  masked_fill(f(x'), ~m, 0).sum() / (m.sum() * entries of a row)
+    f(x[m]).mean() if m.any() else 0  ->  the same with m.sum().clamp(min=1)
 
 x' is x with zeros for the rows that are dropped, which may be no numbers (a target that is missing) or no indices (a
 label of -100). A dropped row has the gradient zero, which an operator whose derivative is not finite at zero makes no
-number of; x does not get it. Where there is one of these (``_FINITE`` has the others), nothing else that leads to f may
-have a gradient.
+number of; x does not get it. Where there is one of these (``_FINITE`` has the others) on the way of a gradient, nothing
+else that leads to f may have one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import fx
 
 from passes.canonicalise.expert_expressions import MaskPlaces, places_of, same_value
 from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape, source_of, value
+from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.row_operators import rebuild
 from passes.torch_compat.operators import OpOverload
 
@@ -44,11 +46,15 @@ _FINITE = frozenset(
 )
 
 
-def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> set[str]:
+def compute_all_rows(
+    module: fx.GraphModule, counts: Mapping[int, str], trainable: Collection[str], mean_of_none: float
+) -> set[str]:
     """Replace what is computed of picked rows alone.
 
     Args:
         counts: made-up numbers of rows → where the model picks them.
+        trainable: names of the placeholders that carry a gradient.
+        mean_of_none: what the mean of no rows is: no number, or zero.
 
     Returns:
         names of the placeholders that rows go through (a layer's weights): where a model calls the layer only if there
@@ -61,7 +67,7 @@ def compute_all_rows(module: fx.GraphModule, counts: Mapping[int, str]) -> set[s
     of_layers = set[str]()
     for mask in dict.fromkeys(node.args[0] for node in nodes if argument(node, "size") in counts):
         assert isinstance(mask, fx.Node)
-        rows = _AllRows(module.graph, mask)
+        rows = _AllRows(module.graph, mask, nodes_with_gradient(module.graph, trainable), mean_of_none)
         of_layers |= {source.name for source in map(source_of, rows.others()) if source.op == "placeholder"}
         rows.replace()
     return of_layers
@@ -104,12 +110,12 @@ def _unite_masks(graph: fx.Graph) -> None:
                 node.replace_input_with(index, same)
 
 
-def leave_out_sums(module: fx.GraphModule, left_out: Collection[int]) -> None:
+def leave_out_sums(module: fx.GraphModule, left_out: Collection[int], mean_of_none: float) -> None:
     """Put what the sum or mean of no rows is in the place of those over some numbers of rows."""
     for node in calls(module.graph, *_SUMS, *_MEANS):
         source: Any = node.args[0]
         if shape(source) and shape(source)[0] in left_out and 0 in _reduced(node):
-            number = 0 if node.target in _SUMS else math.nan
+            number = 0 if node.target in _SUMS else mean_of_none
             replace(node, insert(node, aten.full.default, (list(shape(node)), number), {"dtype": value(node).dtype}))
 
 
@@ -118,18 +124,21 @@ class _AllRows:
 
     Args:
         mask: of the first dims of the tables that rows are picked from.
+        carrying: the nodes that carry a gradient.
     """
 
-    def __init__(self, graph: fx.Graph, mask: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, mask: fx.Node, carrying: set[fx.Node], mean_of_none: float) -> None:
         self._graph = graph
         self._mask = mask
+        self._carrying = carrying
+        self._mean_of_none = mean_of_none
         self._num_dims = len(shape(mask))
         self._places = MaskPlaces(mask, tuple(range(self._num_dims)))
         #: Picked rows → the same of all rows.
         self._rows: dict[fx.Node, fx.Node] = {}
 
     def replace(self) -> None:
-        if not all(map(_is_finite, self._row_operators())) and not all(map(_is_constant, self.others())):
+        if not all(map(_is_finite, self._differentiated())) and not all(map(_is_constant, self.others())):
             return
         for node in calls(self._graph):
             if self._is_pick(node):
@@ -147,6 +156,15 @@ class _AllRows:
         if node.target is not aten.index.Tensor or places_of(node.args[1]) != self._places:  # type: ignore[arg-type]
             return False
         return shape(node.args[0])[: self._num_dims] == shape(self._mask)  # type: ignore[arg-type]
+
+    def _differentiated(self) -> list[fx.Node]:
+        """The operators on picked rows that a gradient passes, and those that give operands of these."""
+        operators = self._row_operators()
+        needed: set[fx.Node] = set()
+        for node in reversed(operators):
+            if node in self._carrying or not needed.isdisjoint(node.users):
+                needed.add(node)
+        return [node for node in operators if node in needed]
 
     def _row_operators(self) -> list[fx.Node]:
         """What is computed of picked rows until they are put back or added up, in order."""
@@ -197,6 +215,8 @@ class _AllRows:
         total = insert(node, aten.sum.dim_IntList, (rows_or_zeros, dims), options)
         if node.target in _MEANS:
             number = insert(node, aten.sum.default, (self._mask,))
+            if self._mean_of_none == 0:
+                number = insert(node, aten.clamp_min.default, (number, 1))
             number = insert(node, aten.mul.Tensor, (number, math.prod(shape(source)[dim] for dim in others)))
             total = insert(node, aten.div.Tensor, (total, number))
         return insert(node, aten.reshape.default, (total, list(shape(node))))

@@ -443,6 +443,7 @@ def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Sourc
         trainable=[name for name, source in sources.items() if source.requires_grad],
         picked=call.reads.picked.counts,
         left_out=call.reads.picked.left_out_counts,
+        mean_of_none=call.reads.picked.mean_of_none,
     )
     call.reads.picked.layers |= {sources[name].state for name in of_layers if sources[name].requires_grad}
     outputs = names_of_paths(call.result.tensors, "outputs").values()

@@ -81,6 +81,23 @@ def _narrow(is_place: IsSettled, x: torch.Tensor, dim: int, start: Any, length: 
     return True, x[_along(dim % x.dim(), start + torch.arange(length, device=x.device))]
 
 
+def _roll(is_place: IsSettled, x: torch.Tensor, shifts: Any, dims: Any = ()) -> _Answer:
+    listed, along = (tuple(given) if isinstance(given, (tuple, list)) else (given,) for given in (shifts, dims))
+    if not any(map(is_place, listed)) or (along and len(listed) != len(along)):
+        return False, None
+    if not along:
+        return True, _rolled(x.flatten(), listed[0], 0).reshape(x.shape)
+    for shift, dim in zip(listed, along):
+        x = _rolled(x, shift, dim % x.dim()) if is_place(shift) else x.roll(shift, dim)
+    return True, x
+
+
+def _rolled(x: torch.Tensor, shift: torch.Tensor, dim: int) -> torch.Tensor:
+    """Entry ``i`` is the one that was ``shift`` places before."""
+    size = max(x.shape[dim], 1)
+    return x[_along(dim, (torch.arange(x.shape[dim], device=x.device) - shift) % size)]
+
+
 def _entries(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
@@ -109,5 +126,5 @@ def _num_dims(entry: Any) -> int:
 
 #: Names of functions and methods of torch → how they look up.
 _FORMS: dict[str, Callable[..., _Answer]] = {
-    "__getitem__": _get, "__setitem__": _set, "select": _select, "narrow": _narrow,
+    "__getitem__": _get, "__setitem__": _set, "select": _select, "narrow": _narrow, "roll": _roll,
 }  # fmt: skip

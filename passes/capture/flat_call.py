@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from passes.capture.loss_of_call import CalledModel, calls_model
-from passes.capture.nested_values import Path, Structure, TrainingOutput, flatten, rebuild
+from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
+from passes.capture.numbers_as_places import refuse_left_over
 from passes.capture.python_draws import no_python_draws
 from passes.capture.python_state import StateChanges, TracedStates, WatchedState
 from passes.capture.stand_in import OneDevice
@@ -72,6 +73,7 @@ class FlatCall(nn.Module):
         try:
             structure, results = self.called(args, kwargs)
             self.result.changes = state.changes()
+            refuse_left_over([new for _, _, new in self.result.changes.entries])
         finally:
             state.put_back()
         self.result.structure, self.result.tensors = structure, results
@@ -94,6 +96,7 @@ class FlatCall(nn.Module):
             else:
                 outputs = self.with_loss(args, kwargs)
             structure, results = flatten(outputs)
+            refuse_left_over(list(constants_of(structure)))
             _make_scalar(results, ("loss",))
             path = _smallest(results)
             if path is not None:

@@ -18,7 +18,7 @@ from torch import nn
 _HASHED_BY_LETTERS = (str, bytes, tuple, Enum)
 
 
-class _AsBase(type):
+class AsBase(type):
     """Whose instances are all those of the builtin type that it extends."""
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -28,7 +28,7 @@ class _AsBase(type):
         return issubclass(subclass, cls.__base__)  # type: ignore[arg-type]
 
 
-class OrderedSet(set[Any], metaclass=_AsBase):
+class OrderedSet(set[Any], metaclass=AsBase):
     """A set that is iterated by the letters of what it holds."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -42,7 +42,7 @@ class OrderedSet(set[Any], metaclass=_AsBase):
         return super().pop()
 
 
-class OrderedFrozenSet(frozenset[Any], metaclass=_AsBase):
+class OrderedFrozenSet(frozenset[Any], metaclass=AsBase):
     """The same, of one that nobody changes."""
 
     def __iter__(self) -> Iterator[Any]:

@@ -10,13 +10,15 @@ Rows that a mask of inputs picks have the number of the example, unless it is as
 picks: then such a number, too, is made up.
 
 The result may depend on the numbers of rows in no other way. Traces with other numbers show it: very many rows, one row
-for each mask, none for all or for some of the masks. Those without rows have to give what leaving out their rows gives.
+for each mask, all rows, numbers that are compared with, none for all or for some of the masks. Those without rows have
+to give what leaving out their rows gives.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ import torch
 from torch import fx
 
 from passes.capture.equal_tensors import computed_alike
+from passes.capture.graph_form import form_of
 from passes.capture.nested_values import Structure, constants_of
 from passes.capture.repeats import RepeatedEntries
 from passes.capture.rows_left_out import without_marks
@@ -61,8 +64,11 @@ class PickedRows:
         left_out: idle masks pick rows, one more than others do; otherwise they pick none.
         any_number_at: lines of the model where masks that inputs decide get made-up numbers, too.
         most_calls: functions of torch that the model may call.
+        mean_of_none: what the mean of no rows is for the model: no number, unless it takes zero there.
+        whole: each mask picks all of its rows, instead of ``first`` and more.
 
     Attributes:
+        bounds: numbers that the model compares numbers of rows with, other than zero.
         counts: numbers of rows so far → where the model picks them.
         left_out_counts: those of idle masks, whose rows are left out of what is computed.
         num_calls: functions of torch that it called.
@@ -78,7 +84,10 @@ class PickedRows:
     left_out: bool = False
     any_number_at: frozenset[str] = frozenset()
     most_calls: int | None = None
+    mean_of_none: float = math.nan
+    whole: bool = False
     num_calls: int = 0
+    bounds: set[int] = field(default_factory=set)
     counts: dict[int, str] = field(default_factory=dict)
     left_out_counts: set[int] = field(default_factory=set)
     counts_of_inputs: set[int] = field(default_factory=set)
@@ -86,6 +95,7 @@ class PickedRows:
     hits: set[fx.Node] = field(default_factory=set)
     layers: set[str] = field(default_factory=set)
     _masks: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    _of_groups: set[object] = field(default_factory=set)
     _by_module: Counter[str] = field(default_factory=Counter)
     _last_place: str = ""
     _last_most: int | None = None
@@ -93,11 +103,27 @@ class PickedRows:
 
     def fresh(self) -> PickedRows:
         """The same numbers for another trace, of which nothing is noted yet."""
-        return self.numbered(self.first, self.step, idle=self.idle, left_out=self.left_out)
+        return self.numbered(
+            self.first,
+            self.step,
+            idle=self.idle,
+            left_out=self.left_out,
+            mean_of_none=self.mean_of_none,
+            whole=self.whole,
+        )
 
-    def numbered(self, first: int = 1_000_003, step: int = 0, *, idle: int = 0, left_out: bool = False) -> PickedRows:
+    def numbered(
+        self,
+        first: int = 1_000_003,
+        step: int = 0,
+        *,
+        idle: int = 0,
+        left_out: bool = False,
+        mean_of_none: float = math.nan,
+        whole: bool = False,
+    ) -> PickedRows:
         """Other numbers for another trace."""
-        return PickedRows(first, step, idle, left_out, self.any_number_at, self.most_calls)
+        return PickedRows(first, step, idle, left_out, self.any_number_at, self.most_calls, mean_of_none, whole)
 
     @property
     def has_several_masks(self) -> bool:
@@ -122,6 +148,8 @@ class PickedRows:
             self._by_module[_module_path(place)] += 1
         number, number_in_module = self._masks[mask]
         count = self.first + self.step * number
+        if self.whole and isinstance(mask, fx.Node) and mask not in self._of_groups:
+            count = mask.meta["val"].numel()
         if self._is_idle(number_in_module if expert is None else expert):
             count = count + 1 if self.left_out else 0
             self.left_out_counts.add(count)
@@ -138,6 +166,7 @@ class PickedRows:
     def name(self, mask: object, known_by: object) -> None:
         """``mask`` picks the rows that are counted already, under another name."""
         self._masks[mask] = self._masks[known_by]
+        self._of_groups.add(mask)
 
     def is_looping(self, place: str) -> bool:
         """Whether a line may be part of a loop over places."""
@@ -279,15 +308,14 @@ def check_picked_rows(
         CaptureError: if something does.
     """
     many = trace(picked.numbered(_VERY_MANY if not picked.any_number_at else _MANY_OF_INPUTS, picked.step))
-    same = _same_calls(calls, many.calls(), trace(picked.numbered(1)).calls())
-    same = same and _form(graph) == _form(many.graph())
-    read_without_rows = set[str]()
-    for idle in (1, 2) if picked.has_several_masks else (1,):
-        picks_nothing = trace(picked.numbered(idle=idle))
-        read_without_rows |= picks_nothing.read_without_rows()
-        left_out = trace(picked.numbered(idle=idle, left_out=True))
-        same = same and _form(left_out.graph()) == _form(picks_nothing.graph())
-    if not same:
+    calls_of_many = many.calls()
+    same = all(_same_calls(calls, calls_of_many, trace(few).calls()) for few in _few_rows(picked))
+    same = same and form_of(graph) == form_of(many.graph())
+    picks_nothing = {idle: trace(picked.numbered(idle=idle)) for idle in ((1, 2) if picked.has_several_masks else (1,))}
+    read_without_rows = {path for each in picks_nothing.values() for path in each.read_without_rows()}
+    forms = {idle: form_of(each.graph()) for idle, each in picks_nothing.items()}
+    mean = next(filter(lambda mean: _leaves_out(forms, picked, trace, mean), _MEANS_OF_NONE), None) if same else None
+    if mean is None:
         raise CaptureError(
             f"in {next(iter(picked.counts.values()))}: control flow depends on a value that the program "
             "leaves open: how many entries of a mask are true decides more than which rows are computed: compute every "
@@ -300,7 +328,36 @@ def check_picked_rows(
             "are any, so that it has no gradient where there are none, and a program gives it zeros, which move it "
             "under weight decay: call the layer whatever the mask picks (of no rows it adds nothing)"
         )
+    if mean == 0:
+        graph = trace(picked.numbered(picked.first, picked.step, mean_of_none=mean)).graph()
     return without_marks(graph, read_without_rows)
+
+
+def _few_rows(picked: PickedRows) -> Iterator[PickedRows]:
+    """Numbers of rows that models tell from others: one, all of them, and those that they compare them with."""
+    yield picked.numbered(1)
+    yield picked.numbered(whole=True)
+    around = {number for bound in picked.bounds for number in (bound - 1, bound, bound + 1)}
+    yield from (picked.numbered(number) for number in sorted(around) if 1 < number < _LONG)
+
+
+#: What models take for the mean of no rows: no number, or zero (``rows.mean() if mask.any() else 0``).
+_MEANS_OF_NONE = (math.nan, 0.0)
+
+
+def _leaves_out(
+    forms: Mapping[int, Any], picked: PickedRows, trace: Callable[[PickedRows], RowsTraced], mean_of_none: float
+) -> bool:
+    """Whether traces in which masks pick nothing compute what those do in which picked rows are left out.
+
+    Args:
+        forms: of the former, by how many masks are idle.
+    """
+    for idle, form in forms.items():
+        left_out = trace(picked.numbered(idle=idle, left_out=True, mean_of_none=mean_of_none))
+        if form_of(left_out.graph()) != form:
+            return False
+    return True
 
 
 def _same_calls(calls: list[OperatorCall], many: list[OperatorCall], one: list[OperatorCall]) -> bool:
@@ -319,18 +376,3 @@ def _same_calls(calls: list[OperatorCall], many: list[OperatorCall], one: list[O
         if any(some == very_many != single for some, very_many, single in zip(numbers, of_many, of_one)):
             return False
     return True
-
-
-def _form(graph: Graph) -> list[Any]:
-    """What a graph computes, whatever the names of its values."""
-    literals = {state.value.name: state.data for state in graph.states if state.data is not None}
-    numbers: dict[str, Any] = {
-        name: (str(data.dtype), tuple(data.shape), data.tolist()) for name, data in literals.items()
-    }
-    form: list[Any] = []
-    for node in graph.nodes:
-        operands = [numbers.get(name, name) for name in node.inputs]
-        results = [(value.shape, value.dtype) for value in node.outputs]
-        form.append((node.op, operands, node.constants, results, node.module_path))
-        numbers.update({value.name: (len(form), place) for place, value in enumerate(node.outputs)})
-    return [*form, [(path, numbers.get(name, name)) for path, name in graph.outputs.items()], graph.loss]

@@ -41,7 +41,7 @@ def innermost_frame_of_model() -> FrameType | None:
     """The frame of the line that is running now, of the model or of a function or module of ``torch.nn``."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     names = ((frame, frame.f_code.co_filename) for frame in frames)
-    return next((frame for frame, name in names if _is_of_the_model(name) or name.startswith(_LAYERS)), None)
+    return next((frame for frame, name in names if is_of_the_model(name) or name.startswith(_LAYERS)), None)
 
 
 def _place(frames: list[tuple[FrameType, int]], paths: Mapping[int, str]) -> str:
@@ -52,7 +52,7 @@ def _place(frames: list[tuple[FrameType, int]], paths: Mapping[int, str]) -> str
         if isinstance(owner, nn.Module) and id(owner) in paths:
             module = owner
         filename = frame.f_code.co_filename
-        if _is_of_the_model(filename):
+        if is_of_the_model(filename):
             place = f"{filename}:{line}: {linecache.getline(filename, line).strip()}"
     where = f"module {paths[id(module)]!r} ({type(module).__name__})" if module is not None else "the model"
     return f"{where}, {place}" if place else where
@@ -62,12 +62,12 @@ def is_raised_by_the_model(error: BaseException) -> bool:
     """Whether a model's author wrote the line that raised an error: its ``raise`` or ``assert``."""
     frames = _frames(error.__traceback__)
     frame, line = frames[-1] if frames else (None, 0)
-    if frame is None or not _is_of_the_model(frame.f_code.co_filename):
+    if frame is None or not is_of_the_model(frame.f_code.co_filename):
         return False
     return re.search(r"\b(raise|assert)\b", linecache.getline(frame.f_code.co_filename, line)) is not None
 
 
-def _is_of_the_model(filename: str) -> bool:
+def is_of_the_model(filename: str) -> bool:
     """Whether a model's author wrote the file: it is not torch's, not ours, not of the standard library."""
     path = Path(filename)
     if filename.startswith((_TORCH, "<")) or path.parent in _TRACING:

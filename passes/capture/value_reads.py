@@ -138,6 +138,13 @@ class ValueReads:
         with stand_ins:
             return _without_data(self._values.results[question.step])
 
+    def refusal_to_read(self, tensor: torch.Tensor) -> CaptureError | None:
+        """What is raised if Python reads the number in ``tensor``; None if it is answered."""
+        traced = self._subgraphs
+        unknown = None if traced is None or traced.mask_counted(tensor) else traced.why_unknown(tensor)
+        words = _words_for(_aten.item.default, (tensor,))
+        return None if unknown is None else CaptureError(f"{words}, which {unknown}: {_INSTEAD}")
+
     def is_settled(self, tensor: torch.Tensor) -> bool:
         """Whether inputs, buffers and constants decide what a tensor is, so that reading it is no error."""
         return self._subgraphs is not None and self._subgraphs.is_settled(tensor)
@@ -265,7 +272,10 @@ class ValueReads:
                 return constant.item()
         of = traced.mask_counted(tensor)
         count = None if of is None else self._picked_count(of[0], is_size=False)
-        return None if of is None or count is None else of[1](count)
+        if of is None or count is None:
+            return None
+        self.picked.bounds |= {of[2]} - {0}
+        return of[1](count)
 
     def _count(self, mask: torch.Tensor, shape: tuple[int, ...]) -> int:
         """How many entries of a mask, spread to ``shape``, are true."""

@@ -86,6 +86,19 @@ class Subgraphs:
         node = self._trace.node_of(tensor)
         return node is not None and self._is_settled(self._leading_to(node)[0])
 
+    def why_unknown(self, tensor: torch.Tensor) -> str | None:
+        """Why inputs, buffers and constants do not decide what ``tensor`` is; None if they do, or if it is not traced.
+
+        The text goes on from "a value that".
+        """
+        node = self._trace.node_of(tensor)
+        try:
+            for each in () if node is None else self._leading_to(node)[0]:
+                self._check(each)
+        except UnknownValue as unknown:
+            return str(unknown)
+        return None
+
     def _leading_to(self, node: fx.Node) -> tuple[list[fx.Node], bool]:
         """All that decides what a node gives, in an order in which it can run; whether any of it is written to."""
         nodes = _upstream(node)
@@ -162,8 +175,11 @@ class Subgraphs:
                 steps[each] = StepResult(len(steps))
         return values.results[-1]  # type: ignore[no-any-return]
 
-    def mask_counted(self, tensor: torch.Tensor) -> tuple[fx.Node, Callable[[int], int | bool]] | None:
-        """(mask, f) if ``tensor`` is f of how many entries of a mask are true: ``mask.any()``, ``mask.sum() > 0``."""
+    def mask_counted(self, tensor: torch.Tensor) -> tuple[fx.Node, Callable[[int], int | bool], int] | None:
+        """(mask, f, bound) if ``tensor`` is f of how many entries of a mask are true, compared with ``bound``.
+
+        ``mask.any()``, ``mask.sum() > 0``.
+        """
         node: Any = self._trace.node_of(tensor)
         negated = False
         while node is not None and _is_flag(node):
@@ -182,9 +198,9 @@ class Subgraphs:
         if mask.meta["val"].dtype != torch.bool:
             return None
         if is_sum and compare is None:
-            return None if negated else (mask, int)
+            return None if negated else (mask, int, 0)
         asked = compare or python_operator.gt
-        return mask, lambda count: asked(count, bound) != negated
+        return mask, lambda count: asked(count, bound) != negated, bound
 
     def hits_of(self, mask: fx.Node) -> set[fx.Node]:
         """The masks of all experts if ``mask`` says which of them have an entry: ``masks.sum((1, 2)) > 0``."""

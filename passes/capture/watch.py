@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.computed_indices import look_up
+from passes.capture.numbers_as_places import IndexNumbers
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
 from passes.capture.strided_views import StridedViews
@@ -57,6 +58,7 @@ class WatchedForward(TorchFunctionMode):
         self._targets: dict[int, tuple[torch.Tensor, list[GuardReading]]] = {}
         #: Readings of sizes that only CTC losses depend on.
         self.sizes_of_targets: list[GuardReading] = []
+        self._index_numbers = IndexNumbers(reads)
         self._strided = StridedViews()
         self._hooks_outside = _pack_hook()
 
@@ -90,6 +92,12 @@ class WatchedForward(TorchFunctionMode):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], _joined(args[1]), *args[2:])
+        number = self._index_numbers.read(name, args)
+        if number is not None:
+            return number
+        has_numbers, entries = self._index_numbers.look_up(name, args, kwargs or {})
+        if has_numbers:
+            return entries
         is_looked_up, entries = look_up(name, args, kwargs or {}, self._reads.is_settled)
         if is_looked_up:
             return entries
