@@ -53,6 +53,15 @@ def bins_of(y: torch.Tensor) -> torch.Tensor:
     return result
 
 
+#: Half of the picked numbers for which ``is_full`` says so.
+HALF = 9
+
+
+def is_full(rows: torch.Tensor) -> bool:
+    num_rows, _ = rows.numel(), rows.dim()
+    return num_rows == 2 * HALF
+
+
 ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "put": lambda y: put(torch.zeros_like(y), rows_of(y), y[rows_of(y)] * 2),
     "put elsewhere": lambda y: put(y, y > 0, y[y > 0].sin()),
@@ -93,6 +102,10 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whether all are": lambda y: y[y > 0].sum() * (10 if (y > 0).sum() == y.numel() else 1),
     "whether each sample is": lambda y: y[y.sum((1, 2)) > 0].sum() * (10 if len(y[y.sum((1, 2)) > 0]) == len(y) else 1),
     "whether two are": lambda y: y[rows_of(y)].sum() * (10 if rows_of(y).sum() == 2 else 1),
+    "whether there are as many as its source says": lambda y: (
+        y[rows_of(y)].sum() * (10 if len(y[rows_of(y)]) == 7 else 1)
+    ),
+    "whether a function says so": lambda y: y[y > 0].sum() * (10 if is_full(y[y > 0]) else 1),
     "one where there are none": lambda y: y.sum() + (y[y > 0].mean() if (y > 0).any() else 1.0),
 }
 

@@ -25,12 +25,14 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from passes.capture.compared_sizes import compared_sizes
 from passes.capture.equal_tensors import computed_alike
 from passes.capture.graph_form import form_of
 from passes.capture.nested_values import Structure, constants_of
 from passes.capture.repeats import RepeatedEntries
 from passes.capture.rows_left_out import without_marks
 from passes.capture.shorten import NotRepeated
+from passes.capture.tracing_errors import frames_of_model
 from passes.ir.errors import CaptureError
 from passes.ir.graph import Graph
 from passes.torch_compat.operators import tree_leaves
@@ -68,7 +70,7 @@ class PickedRows:
         whole: each mask picks all of its rows, instead of ``first`` and more.
 
     Attributes:
-        bounds: numbers that the model compares numbers of rows with, other than zero.
+        bounds: numbers that the model compares, or may compare, numbers of rows with, other than zero.
         counts: numbers of rows so far → where the model picks them.
         left_out_counts: those of idle masks, whose rows are left out of what is computed.
         num_calls: functions of torch that it called.
@@ -144,6 +146,7 @@ class PickedRows:
         """
         self._last_place, self._last_most = place, most
         if mask not in self._masks:
+            self.bounds |= compared_sizes(frames_of_model())
             self._masks[mask] = (len(self._masks), self._by_module[_module_path(place)])
             self._by_module[_module_path(place)] += 1
         number, number_in_module = self._masks[mask]

@@ -6,7 +6,7 @@ import contextlib
 import linecache
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -42,6 +42,12 @@ def innermost_frame_of_model() -> FrameType | None:
     frames = (frame for frame, _ in traceback.walk_stack(None))
     names = ((frame, frame.f_code.co_filename) for frame in frames)
     return next((frame for frame, name in names if is_of_the_model(name) or name.startswith(_LAYERS)), None)
+
+
+def frames_of_model() -> Iterator[FrameType]:
+    """The frames of a model's own functions that are running now, from the inside out."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return (frame for frame in frames if is_of_the_model(frame.f_code.co_filename))
 
 
 def _place(frames: list[tuple[FrameType, int]], paths: Mapping[int, str]) -> str:
