@@ -106,6 +106,9 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         y[rows_of(y)].sum() * (10 if len(y[rows_of(y)]) == 7 else 1)
     ),
     "whether a function says so": lambda y: y[y > 0].sum() * (10 if is_full(y[y > 0]) else 1),
+    "whether there are as many as samples": lambda y: (
+        y[rows_of(y)].sum() * (10 if y[rows_of(y)].size(0) == len(y) else 1)
+    ),
     "one where there are none": lambda y: y.sum() + (y[y > 0].mean() if (y > 0).any() else 1.0),
 }
 

@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+
 #: Attributes and functions that give sizes.
 _SIZES = frozenset({"len", "shape", "size", "numel", "nelement", "count_nonzero"})
 #: Functions that choose between a size and a number.
 _CHOICES = frozenset({"min", "max"})
 _ARITHMETIC: Mapping[type[ast.operator], Any] = {
-    ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.FloorDiv: int.__floordiv__,
+    ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__,
 }  # fmt: skip
 
 
@@ -87,18 +89,36 @@ def _mentions(expression: ast.expr, names: Iterable[str]) -> bool:
 def _number(expression: ast.expr, frame: FrameType) -> int | None:
     """The whole number that an expression has in ``frame``, None if that takes more than looking it up."""
     if isinstance(expression, ast.BinOp):
-        left, right = (_number(each, frame) for each in (expression.left, expression.right))
         operator = _ARITHMETIC.get(type(expression.op))
-        if (
-            operator is None
-            or left is None
-            or right is None
-            or (right == 0 and isinstance(expression.op, ast.FloorDiv))
-        ):
-            return None
-        return int(operator(left, right))
+        left, right = (_number(each, frame) for each in (expression.left, expression.right))
+        return None if operator is None or left is None or right is None else int(operator(left, right))
+    if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.USub):
+        number = _number(expression.operand, frame)
+        return None if number is None else -number
+    if (size := _size(expression, frame)) is not None:
+        return size
     found = _looked_up(expression, frame)
     return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _size(expression: ast.expr, frame: FrameType) -> int | None:
+    """``len(x)``, ``x.shape[0]``, ``x.size(0)`` and ``x.numel()`` of a tensor that ``frame`` has; None of all else."""
+    match expression:
+        case ast.Call(func=ast.Name(id="len"), args=[owner]):
+            place: ast.expr = ast.Constant(0)
+        case ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=place):
+            pass
+        case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[place]):
+            pass
+        case ast.Call(func=ast.Attribute(value=owner, attr="numel"), args=[]):
+            tensor = _looked_up(owner, frame)
+            return tensor.numel() if isinstance(tensor, torch.Tensor) else None
+        case _:
+            return None
+    tensor, dim = _looked_up(owner, frame), _number(place, frame)
+    if not isinstance(tensor, torch.Tensor) or dim is None or not -tensor.dim() <= dim < tensor.dim():
+        return None
+    return int(tensor.shape[dim])
 
 
 def _looked_up(expression: ast.expr, frame: FrameType) -> Any:
