@@ -57,6 +57,14 @@ def test_no_schedule_that_is_fixed_gives_a_clearly_faster_plan(
     assert plan.certificate.demands["fix"] == {name: [value] for name, value in fix.items()}
 
 
+def test_what_was_proved_next_best_is_still_told_of() -> None:
+    options: dict[str, Any] = {"vocab_size": 50_261, "num_devices": 4, "seq_len": 1024, "global_batch": 3}
+    plan = plan_of(4, fix={"pp": 2, "tp": 2}, num_alternatives=2, **options)
+    others = plan_of(4, fix={"pp": 2, "tp": 2, "schedule": "zb_h1"}, **options)
+    assert chunks_are_uneven(plan) and len(plan.step.alternatives) >= 2
+    assert others.step.costs.simulated in [each.simulated for each in plan.step.alternatives]
+
+
 def test_a_plan_where_no_other_schedule_fits() -> None:
     fix = {"pp": 3, "dp": 1, "tp": 1, "cp": 1, "recompute": "none"}
     limit = 2.2 * GIB

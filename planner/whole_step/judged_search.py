@@ -52,18 +52,18 @@ class JudgedSearch(CappedSearch):
         self.solutions = sorted(solutions, key=lambda each: self.simulated[each.candidate])[:KEPT]
 
 
-def left_out(search: Search) -> Demands | None:
+def left_out_schedules(search: Search) -> Demands | None:
     """The demands of a search for the schedules alone that ``search`` leaves out, in what it leaves of its limits.
 
     None if it leaves out none, since the user says which there are or devices are unequal, or nothing is left.
     """
-    demands, rest = search.demands, again(search)
+    demands, rest = search.demands, within_limits(search)
     if rest is None or demands.left_out or "schedule" in demands.fixed or demands.fixed.get(PIPELINE) == {1}:
         return None
     return None if search.cluster.num_devices == 1 else dataclasses.replace(rest, left_out=True)
 
 
-def again(search: Search) -> Demands | None:
+def within_limits(search: Search) -> Demands | None:
     """The demands of ``search`` in what it leaves of its limits; None if nothing is left, or devices are unequal."""
     rest = search.remaining(search.demands)
     if rest is None or search.cluster.has_unequal_devices:

@@ -34,7 +34,7 @@ from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.stage_devices import level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.devices_alone import faster_alone
-from planner.whole_step.judged_search import again, judged_search, left_out
+from planner.whole_step.judged_search import judged_search, left_out_schedules, within_limits
 from planner.whole_step.judging import CLEARLY, PROVED, ROUNDED, judged_best
 from planner.whole_step.offloading import (
     fits_on_host,
@@ -49,7 +49,7 @@ from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import (
     Judged,
-    after,
+    continued,
     extract,
     judge,
     searched_if_open,
@@ -175,7 +175,7 @@ class _Planner:
         if before is not None:
             search.share_prices(before)
         outcome = within_hosts(search, search.run())
-        if outcome.solutions or (rest := left_out(search)) is None:
+        if outcome.solutions or (rest := left_out_schedules(search)) is None:
             return search, outcome
         other = judged_search(search, rest, limit=math.inf)
         return other if other[1].solutions else (search, outcome)
@@ -261,14 +261,14 @@ class _Planner:
         """The plan, or one that the simulator has as clearly faster: among those that a promise of the closed form
         pruned, or under a schedule that the search leaves out."""
         is_open = plan.certificate.gap > max(search.demands.gap, PROVED) * (1.0 + ROUNDING)
-        if is_open and plan.certificate.status.startswith(OPTIMAL) and (rest := again(search)) is not None:
+        if is_open and plan.certificate.status.startswith(OPTIMAL) and (rest := within_limits(search)) is not None:
             faster = self.faster_in_simulator(cluster, search, rest, plan)
             bound = max(plan.certificate.bound, faster.certificate.bound)
-            plan = after(faster, plan.certificate, bound=bound)
-        if (rest := left_out(search)) is not None:
+            plan = continued(faster, plan.certificate, bound=bound)
+        if (rest := left_out_schedules(search)) is not None:
             faster = self.faster_in_simulator(cluster, search, rest, plan)
             bound = min(plan.certificate.bound, faster.certificate.bound)
-            plan = after(faster, plan.certificate, bound=bound)
+            plan = continued(faster, plan.certificate, bound=bound)
         return plan
 
     def faster_in_simulator(self, cluster: Cluster, search: Search, rest: Demands, plan: Plan) -> Plan:
@@ -283,6 +283,9 @@ class _Planner:
         rivals = [judge(self.solutions[id(plan.step)][1]), *others]
         outcome = dataclasses.replace(outcome, counts=search.counts + other.counts)
         faster = extract(other, outcome, best, rivals, cluster=cluster, constraints=self.pins)
+        known = {each.what: each for each in (*faster.step.alternatives, *plan.step.alternatives)}
+        step = dataclasses.replace(faster.step, alternatives=tuple(known.values()))
+        faster = dataclasses.replace(faster, step=step)
         self.solutions[id(faster.step)] = faster, best.solution
         return faster
 

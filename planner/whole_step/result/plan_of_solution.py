@@ -96,7 +96,7 @@ def with_bound(plan: Plan, bound: float) -> Plan:
     )
 
 
-def after(plan: Plan, before: Certificate, *, bound: float) -> Plan:
+def continued(plan: Plan, before: Certificate, *, bound: float) -> Plan:
     """A plan of a search that went on from one whose certificate is ``before``, a limit of which counts for both."""
     status = plan.certificate.status if before.status.startswith(OPTIMAL) else before.status
     certificate = dataclasses.replace(plan.certificate, status=status)
