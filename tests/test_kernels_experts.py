@@ -138,12 +138,12 @@ def test_without_a_gradient_to_come_experts_make_no_node_and_compute_the_same(mo
     gate_up, down = random_tensor((3, 24, 8), 2).float(), random_tensor((3, 8, 12), 3).float()
     expected = experts(x.requires_grad_(), ids, scores, gate_up, down)
     assert expected.grad_fn is not None
-    made: list[object] = []
+    nodes: list[object] = []
     function = sys.modules[experts.__module__]._Experts  # type: ignore[attr-defined]
-    monkeypatch.setattr(function, "forward", staticmethod(lambda *operands: made.append(operands)))
+    monkeypatch.setattr(function, "forward", staticmethod(lambda *operands: nodes.append(operands)))
     with torch.no_grad():
         assert torch.equal(experts(x, ids, scores, gate_up, down), expected)
-    assert not made
+    assert not nodes
 
 
 def test_choices_without_rows_add_nothing() -> None:

@@ -44,7 +44,10 @@ def _statements_of(frame: FrameType) -> Iterator[ast.expr | ast.stmt]:
     code = frame.f_code
     statements, functions = _source(code.co_filename)
     own = [line for *_, line in code.co_lines() if line]
-    ranges = [(min(own), max(own)), *(lines for name in code.co_names for lines in functions.get(name, ()))]
+    ranges = [
+        (min(own, default=0), max(own, default=0)),
+        *(lines for name in code.co_names for lines in functions.get(name, ())),
+    ]
     for each in statements:
         if any(first <= each.lineno <= last for first, last in ranges):
             yield each
@@ -55,7 +58,7 @@ def _source(filename: str) -> tuple[tuple[ast.expr | ast.stmt, ...], Mapping[str
     """The comparisons, calls and assignments in a file, and the lines of its functions by name; none without source."""
     try:
         nodes = list(ast.walk(ast.parse("".join(linecache.getlines(filename)))))
-    except SyntaxError:
+    except (SyntaxError, ValueError):  # ValueError: null bytes
         return (), {}
     functions: dict[str, list[tuple[int, int]]] = {}
     for each in nodes:
@@ -81,9 +84,9 @@ def _operands(statement: ast.expr | ast.stmt) -> list[ast.expr]:
 
 
 def _mentions(expression: ast.expr, names: Iterable[str]) -> bool:
-    found = {each.id for each in ast.walk(expression) if isinstance(each, ast.Name)}
-    found |= {each.attr for each in ast.walk(expression) if isinstance(each, ast.Attribute)}
-    return not found.isdisjoint(names)
+    mentioned = {each.id for each in ast.walk(expression) if isinstance(each, ast.Name)}
+    mentioned |= {each.attr for each in ast.walk(expression) if isinstance(each, ast.Attribute)}
+    return not mentioned.isdisjoint(names)
 
 
 def _number(expression: ast.expr, frame: FrameType) -> int | None:
@@ -97,8 +100,8 @@ def _number(expression: ast.expr, frame: FrameType) -> int | None:
         return None if number is None else -number
     if (size := _size(expression, frame)) is not None:
         return size
-    found = _looked_up(expression, frame)
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    value = _looked_up(expression, frame)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _size(expression: ast.expr, frame: FrameType) -> int | None:

@@ -43,6 +43,8 @@ EXPERT_SIZES = 4
 FAR = 2.0
 #: How much slower than the best these may be, so that the simulator can choose among several.
 TIES = 0.02
+#: Solutions that are kept, unless more alternatives are asked for.
+KEPT = 8
 #: Schedules of the candidates that are solved before the search begins.
 PLAIN = ("1f1b", "interleaved_1f1b")
 #: The solver's first effort for a stage program, less before the search begins. If it does not suffice, the candidate
@@ -432,4 +434,4 @@ class Search(CandidateProblems):
             yield replace(entry, bound=max(entry.bound, bound), order=next(self.order), weight=heavier)
 
     def _add(self, solution: StepSolution) -> None:
-        self.solutions = with_solution(self.solutions, solution)[: max(8, self.demands.num_alternatives)]
+        self.solutions = with_solution(self.solutions, solution)[: max(KEPT, self.demands.num_alternatives)]

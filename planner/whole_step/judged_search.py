@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from planner.whole_step.best_first import Search
+from planner.whole_step.best_first import KEPT, Search
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.expert_layouts import CappedSearch
@@ -23,8 +23,6 @@ from planner.whole_step.search_entry import SearchEntry
 
 #: Integer programs that the search may solve.
 MOST_PROGRAMS = 60.0
-#: Solutions that are kept.
-KEPT = 8
 
 
 class JudgedSearch(CappedSearch):

@@ -283,8 +283,8 @@ class _Planner:
         rivals = [judge(self.solutions[id(plan.step)][1]), *others]
         outcome = dataclasses.replace(outcome, counts=search.counts + other.counts)
         faster = extract(other, outcome, best, rivals, cluster=cluster, constraints=self.pins)
-        known = {each.what: each for each in (*faster.step.alternatives, *plan.step.alternatives)}
-        step = dataclasses.replace(faster.step, alternatives=tuple(known.values()))
+        alternatives = {each.what: each for each in (*faster.step.alternatives, *plan.step.alternatives)}
+        step = dataclasses.replace(faster.step, alternatives=tuple(alternatives.values()))
         faster = dataclasses.replace(faster, step=step)
         self.solutions[id(faster.step)] = faster, best.solution
         return faster
