@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from runtime import kernels
-from runtime.kernels import library
+from runtime.kernels import dispatch, library
 from runtime.kernels.direct import _plain_keys, are_plain, nobody_listens
 
 RMS_NORM = torch.ops.meshwright.rms_norm.default
@@ -128,3 +130,54 @@ def test_small_losses_refuse_what_is_no_class() -> None:
         kernels.cross_entropy(torch.zeros(2, 5), torch.tensor([1, 7]))
     losses = kernels.cross_entropy(torch.zeros(3, 5), torch.tensor([1, -100, 4]))
     assert losses.tolist() == pytest.approx([torch.tensor(5.0).log().item(), 0.0, torch.tensor(5.0).log().item()])
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """What is asked of a tensor there, where there is no GPU."""
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    return SimpleNamespace(is_cuda=True, dtype=dtype, numel=tensor.numel, itemsize=tensor.itemsize)
+
+
+def test_torch_normalizes_few_bytes_of_one_dtype_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    few, weight = on_gpu(16, 512, 1024), on_gpu(1024)
+    assert library.is_torchs_on_gpu(few, weight, None)
+    assert not library.is_torchs_on_gpu(on_gpu(16, 512, 1025), None)
+    assert not library.is_torchs_on_gpu(few, on_gpu(1024, dtype=torch.float32))
+    assert not library.is_torchs_on_gpu(torch.ones(2))
+
+
+@pytest.mark.parametrize("implementation", ["aten", "triton"])
+def test_what_the_environment_forces_runs_on_a_gpu(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, implementation)
+    assert not library.is_torchs_on_gpu(on_gpu(2, 8))
+
+
+def test_observed_tensors_are_not_normalized_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    with Dispatches():
+        assert not library.is_torchs_on_gpu(on_gpu(2, 8))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert not library.is_torchs_on_gpu(on_gpu(2, 8))
+    assert not library.is_torchs_on_gpu(on_gpu(2, 8), torch.ones(8, dtype=torch.bfloat16, device="meta"))
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_torchs_own_layer_norm_gives_what_ours_does(added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, run on a processor."""
+    x, weight = (tensor.detach().double() for tensor in leaves())
+    operands = [x[:, ::2], x[:, 1::2]][: 2 if added else 1]
+    run = kernels.add_layer_norm if added else kernels.layer_norm
+
+    def computed() -> list[torch.Tensor]:
+        tensors = [one.clone().as_strided(one.shape, (1, 3)).requires_grad_() for one in operands]
+        results = run(*tensors, weight[:4], weight[4:], 1e-5)
+        results = results if added else (results,)
+        assert all(one.is_contiguous() for one in results)
+        return [*results, *torch.autograd.grad(sum(one.square().sum() for one in results), tensors)]
+
+    expected = computed()
+    module = importlib.import_module("runtime.kernels.layer_norm")
+    monkeypatch.setattr(module, "is_torchs_on_gpu", lambda *tensors: True)
+    for one, other in zip(computed(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

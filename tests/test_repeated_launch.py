@@ -13,11 +13,13 @@ pytest.importorskip("triton")
 
 import triton
 from triton import JITFunction
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 
 from benchmarks.compiled_gpu import DEVICES, _Driver
 from runtime.kernels import normalization, rows
 from runtime.kernels.repeated_launch import RepeatedKernel
+from runtime.torch_compat.triton_launches import machine_launch
 
 PARTIALS, TOTAL = torch.ones(20, 64), torch.empty(64, dtype=torch.bfloat16)
 OPTIONS = {"COLUMNS": 32, "WIDE": triton.language.float32, "ROWS": 64}  # in another order than the kernel's
@@ -139,3 +141,61 @@ def test_what_was_kept_can_be_forgotten(launches: Launches, looks: list[str]) ->
         sums(kernel)(PARTIALS, TOTAL)
         kernel.forget()
     assert len(looks) == 2
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledKernel, Launches]:
+    """Code on a GPU that is not there, and what its launcher's C function was called with; its stream is number 11."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11 + index, raising=False)
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda compiled: None)
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda index: 11 + index)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    calls: Launches = []
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    launcher.launch = lambda *values: calls.append(values)
+    launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
+    for name in ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align"):
+        setattr(launcher, name, 0)
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.module, kernel.function, kernel.packed_metadata, kernel._run = object(), 7, (4, 1, 0), launcher
+    kernel.name, kernel.src = "sums", None
+    return kernel, calls
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_machine_code_is_launched_as_triton_launches_it(compiled: tuple[CompiledKernel, Launches]) -> None:
+    kernel, calls = compiled
+    for launch in (kernel[(2, 3, 1)], machine_launch(kernel, (2, 3, 1), GPU)):
+        launch(PARTIALS, 20, None)
+    by_triton, ours = calls
+    num_before_hooks = 10  # grid, stream, code, two options, two memories, packed metadata
+    assert (
+        ours[:num_before_hooks] == by_triton[:num_before_hooks] == (2, 3, 1, 11, 7, False, True, None, None, (4, 1, 0))
+    )
+    assert ours[num_before_hooks:] == (None, None, None, PARTIALS, 20, None)
+    assert by_triton[num_before_hooks + 3 :] == (PARTIALS, 20, None)
+
+
+def test_hooks_of_launches_are_called(compiled: tuple[CompiledKernel, Launches]) -> None:
+    kernel, calls = compiled
+    launch = machine_launch(kernel, (2, 3, 1), GPU)
+
+    def hook(metadata: Any) -> None:
+        return None
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        launch(PARTIALS, 20, None)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert calls[0][10] is not None and calls[0][11] is triton.knobs.runtime.launch_enter_hook
+
+
+def test_code_that_is_given_memory_is_launched_by_triton(compiled: tuple[CompiledKernel, Launches]) -> None:
+    kernel, calls = compiled
+    kernel._run.global_scratch_size = 64
+    triton.set_allocator(lambda size, alignment, stream: "memory")
+    machine_launch(kernel, (2, 3, 1), GPU)(PARTIALS, 20, None)
+    assert calls[0][7] == "memory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.kernels_cases import LLAMA_8B, OPERATORS, TINY, Case, Size
 from benchmarks.kernels_contestants import COMPILED, EAGER, OURS, contestants
 from benchmarks.kernels_measure import Run, _truth, measure_case, ratio_to_best
 from benchmarks.kernels_timing import Clock, largest_error
+from runtime.kernels import dispatch
 
 Row = dict[str, Any]
 #: Sizes of which the numerics are checked: a wide one, one that no tile divides, and one larger than any tile.
@@ -40,6 +42,7 @@ def numerics(setting: Setting, *, operator: str) -> Iterator[Row]:
     device = torch.device(setting.device)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    _measure_own_kernels(setting)
     functions = {one.name: one.function for one in contestants(operator, backend="eager")}
     for size in (TINY,) if setting.tiny else SIZES:
         for dtype in DTYPES:
@@ -69,6 +72,12 @@ def numerics(setting: Setting, *, operator: str) -> Iterator[Row]:
 def _clock(device: str) -> tuple[Clock, float]:
     clock = Clock(torch.device(device))
     return clock, clock.copy_bandwidth()
+
+
+def _measure_own_kernels(setting: Setting) -> None:
+    """Run kernels of ours in this process, where torch's would be taken for small tensors, too."""
+    if setting.device == "cuda":
+        os.environ[dispatch.VARIABLE] = "triton"
 
 
 def bandwidth(setting: Setting, *, operator: str) -> Iterator[Row]:

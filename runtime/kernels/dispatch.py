@@ -17,6 +17,11 @@ _table: Any = getattr(os.environ, "_data", os.environ)
 _KEY: Any = VARIABLE if _table is os.environ else os.environ.encodekey(VARIABLE)
 
 
+def is_forced() -> bool:
+    """Whether the environment forces one implementation."""
+    return bool(_table.get(_KEY))
+
+
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether an operator on ``tensor`` runs as a Triton kernel.
 

@@ -12,6 +12,7 @@ from runtime.kernels.library import (
     differentiable_again,
     gradients_of,
     in_dtype,
+    is_torchs_on_gpu,
     is_torchs_own,
     promoted,
     register,
@@ -44,6 +45,8 @@ def layer_norm(input: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> t
         ValueError: if the shapes of weight or bias do not fit.
     """
     check_rows(input, weight=weight, bias=bias)
+    if is_torchs_on_gpu(input, weight, bias):
+        return torch.layer_norm(input.contiguous(), input.shape[-1:], weight, bias, eps)
     run = _aten if is_torchs_own(input, weight, bias) else _forward
     result: torch.Tensor = run(input, weight, bias, eps)
     return result
@@ -58,6 +61,9 @@ def add_layer_norm(
         ValueError: if the shapes of residual, weight or bias do not fit.
     """
     check_rows(input, residual=residual, weight=weight, bias=bias)
+    if is_torchs_on_gpu(input, residual, weight, bias):
+        total = input.contiguous() + residual.contiguous()
+        return total, torch.layer_norm(total, total.shape[-1:], weight, bias, eps)
     run = _aten_add if is_torchs_own(input, residual, weight, bias) else _add_forward
     total, normal = run(input, residual, weight, bias, eps)
     return total, normal

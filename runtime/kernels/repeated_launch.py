@@ -15,6 +15,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 from runtime.kernels.spill_free import SpillFreeKernel
+from runtime.torch_compat.triton_launches import machine_launch
 
 #: Triton compiles other code for pointers that are a multiple of this.
 _ALIGNMENT = 16
@@ -57,7 +58,8 @@ class RepeatedKernel(SpillFreeKernel):
         if isinstance(compiled, CompiledKernel) and self.remedy_of(arguments, options) is before and _is_tried(before):
             if len(self._launches) >= _MOST_LAUNCHES:
                 self._launches.clear()
-            launch = compiled[(*grid, *[1] * (_GRID_DIMS - len(grid)))]
+            whole_grid = (*grid, *[1] * (_GRID_DIMS - len(grid)))
+            launch = machine_launch(compiled, whole_grid, arguments[0].device)
             self._launches[kind] = launch, self._constants_behind(arguments, options)
 
     def _constants_behind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:

@@ -106,6 +106,7 @@ RUNTIME_NAMES = {
 OPTIONAL_NAMES = {
     "torch._C._distributed_c10d.Backend.Options._timeout": "new groups do not get the timeout of the job",
     "torch._C._dynamo.guards.dict_version": "changes of attributes are told by comparing all of them",
+    "torch._C._cuda_getCurrentRawStream": "kernels are launched through Triton's slower call",
     "torch._C._storage_Use_Count": "gradients that nobody else holds are copied",
     "torch.autograd.graph.Node._raw_saved_*": "tensors behind saved_tensors_hooks are taken to be everywhere",
 }
