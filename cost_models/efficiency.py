@@ -32,6 +32,8 @@ KIND_STAND_IN: dict[str, str | None] = {
     "fused_elementwise": "elementwise",
     "fused_norm": "norm",
     "optimizer": "elementwise",
+    # many tensors of a model at once, into or out of a flat buffer
+    "list_copy": "copy",
 }
 
 #: Kinds of which the shape, as a matmul's, decides how well tiles fill the device.

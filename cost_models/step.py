@@ -88,7 +88,8 @@ class LayerSeconds:
         communication_forward, communication_backward: collectives inside the layer, which its operators wait for.
         recompute: operators that the backward pass runs again.
         recommunicate: collectives that it issues again.
-        accumulate: gradients added to those of the micro-batches before.
+        accumulate: gradients copied to where they are reduced, and added to those of the micro-batches before.
+        unpack_forward, unpack_backward: pieces of weights cast, and laid out whole once they are gathered.
         contention_forward, contention_backward: by how much compute slows down beside gathers and reductions.
         carry_forward, carry_backward: by how much activations take longer to the host, and back, than all that.
     """
@@ -100,6 +101,8 @@ class LayerSeconds:
     recompute: float = 0.0
     recommunicate: float = 0.0
     accumulate: float = 0.0
+    unpack_forward: float = 0.0
+    unpack_backward: float = 0.0
     contention_forward: float = 0.0
     contention_backward: float = 0.0
     carry_forward: float = 0.0
@@ -107,13 +110,15 @@ class LayerSeconds:
 
     @property
     def forward(self) -> float:
-        return self.compute_forward + self.communication_forward + self.contention_forward + self.carry_forward
+        computing = self.compute_forward + self.communication_forward + self.unpack_forward
+        return computing + self.contention_forward + self.carry_forward
 
     @property
     def backward(self) -> float:
         computing = self.compute_backward + self.communication_backward
         again = self.recompute + self.recommunicate
-        return computing + again + self.accumulate + self.contention_backward + self.carry_backward
+        copying = self.accumulate + self.unpack_backward
+        return computing + again + copying + self.contention_backward + self.carry_backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from planner.whole_step.candidates.expert_layouts import (
 )
 from planner.whole_step.candidates.tensor_roles import transformers_roles
 from planner.whole_step.plan_step import plan_step
+from planner.whole_step.result.lighter import fullest
 from planner.whole_step.result.uniform_plans import in_other_orders, plainer
 from tests.small_models import squared_error
 
@@ -96,7 +97,10 @@ def test_no_baseline_is_faster(model: str) -> None:
     assert plan.step is not None
     for name, baseline in baselines(model).items():
         if isinstance(baseline, Priced):
-            assert plan.step.costs.simulated <= baseline.simulated * (1 + 1e-9), name
+            # Within the gap the plan that takes less memory is chosen (planner.whole_step.result.lighter).
+            is_lighter = max(rank.total for rank in plan.step.memory) < fullest(baseline.judged)
+            slack = Demands().gap if is_lighter else 1e-9
+            assert plan.step.costs.simulated <= baseline.simulated * (1 + slack), name
 
 
 @pytest.mark.parametrize("model", CASES)

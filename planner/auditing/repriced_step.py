@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models import Cluster, CostModel
-from cost_models.dtypes import item_size
 from cost_models.measured_profile import Extrapolation
-from cost_models.memory import OPTIMIZER_MOMENTS, zero_state_bytes
 from cost_models.schedules import SCHEDULES, rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
@@ -31,10 +29,11 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from passes.plan.step_plan import ChunkPlan, GroupPlan, RankMemory, StepPlan
 from planner.auditing.graph_walk import GraphWalk, walk_graph
-from planner.auditing.unit_prices import PricedStage, StateOfUnit, UnitPrices
+from planner.auditing.unit_parameters import UnitParameters
+from planner.auditing.unit_prices import PricedStage, UnitPrices
 from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.sharding_prices import Pricing
-from planner.whole_step.candidates.mesh_layout import REPLICAS, Links, MeshLayout
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.operator_facts import Fusion
@@ -90,11 +89,11 @@ def reprice(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
     """
     if not plan.step.decides_units:
         return _on_mesh(graph, plan, cluster)
-    pricer = _StepPricer(graph, plan, plan.step, cluster)
+    pricer = StepPricer(graph, plan, plan.step, cluster)
     if plan.step.stage_devices:
         kinds, layout = device_kinds(cluster), pricer.layout
         stages = kinds_of_stages(kinds, num_stages=layout.pipeline, stride=layout.stride(PIPELINE))
-        seen = {stage: _StepPricer(graph, plan, plan.step, view(cluster, kinds, stage)) for stage in set(stages)}
+        seen = {stage: StepPricer(graph, plan, plan.step, view(cluster, kinds, stage)) for stage in set(stages)}
         pricer.on_ranks = [seen[stage] for stage in stages]
     return pricer.run()
 
@@ -120,7 +119,7 @@ def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
     )  # fmt: skip
 
 
-class _StepPricer:
+class StepPricer:
     def __init__(self, graph: Graph, plan: Plan, step: StepPlan, cluster: Cluster) -> None:
         self.step = step
         self.layout = MeshLayout.of_sizes(step.axes, zero_ranks=step.zero_ranks)
@@ -145,7 +144,7 @@ class _StepPricer:
         self.layers: dict[tuple[int, str, int], LayerCosts] = {}
         self.usable_bytes = cluster.device.usable_bytes
         #: By pipeline rank of unequal devices, what prices units there; else this does.
-        self.on_ranks: list[_StepPricer] = []
+        self.on_ranks: list[StepPricer] = []
         self._groups: dict[int, list[tuple[int, GroupPlan]]] = defaultdict(list)
 
     def _prices(self) -> BatchPrices:
@@ -182,7 +181,7 @@ class _StepPricer:
                 for unit, group in self._groups[index]:
                     untied_states = [state for state in states[unit] if state.value.name not in tied]
                     tied.update(state.value.name for state in untied_states if state.tied)
-                    num_bytes = _UnitParameters(self, untied_states, group.zero).state_parts()
+                    num_bytes = UnitParameters(self, untied_states, group.zero).state_parts()
                     parts = [part + group.count * more for part, more in zip(parts, num_bytes)]
             saved = sum(held[index] * layer_sum(step.chunks[index], "saved_bytes") for index in chunks_of_rank)
             parameters, gradients, optimizer, on_host = parts
@@ -253,11 +252,12 @@ class _StepPricer:
         return self.layers[key]
 
     def _priced_layer(self, unit: int, recompute: str, zero: int) -> LayerCosts:
-        states, policy = _UnitParameters(self, self.states[unit], zero), self.units.policy(unit, recompute)
+        states, policy = UnitParameters(self, self.states[unit], zero), self.units.policy(unit, recompute)
         forward, backward = self.units.seconds(unit)
         forward *= self.step.forward_passes
-        adding = states.accumulation()
-        backward += policy.seconds + adding
+        adding, unpacking = states.accumulation(), states.unpacking() if zero == 3 else 0.0
+        forward += unpacking * self.step.forward_passes
+        backward += policy.seconds + adding + unpacking
         gather, scatter = states.gather(), states.scatter()
         early_gather = gather if zero == 3 else 0.0
         early_scatter = scatter if zero >= 2 else 0.0
@@ -294,149 +294,3 @@ class _StepPricer:
         node_size = cluster.host.num_devices(cluster.levels)
         link = cluster.host.link_bandwidth / min(cluster.host.link_shared_by, node_size)
         return num_bytes * (1 / link + node_size / cluster.host.memory_bandwidth)
-
-
-class _UnitParameters:
-    """The parameters of one copy of a unit under one ZeRO stage (Rajbhandari et al. 2020)."""
-
-    def __init__(self, pricer: _StepPricer, states: Sequence[StateOfUnit], zero: int) -> None:
-        self.pricer, self.states, self.zero = pricer, states, zero
-        self.trained = [state for state in self.states if state.value.requires_grad]
-        self.whole = sum(map(self.whole_bytes, self.trained))
-        self.gradients = sum(map(self.gradient_bytes, self.trained))
-
-    def share(self, state: StateOfUnit) -> float:
-        """The share of a parameter that counts for the unit: 1, or, if copies share it, one parameter a rank."""
-        if state.copies == 1:
-            return 1.0
-        return min(1.0, self.pricer.layout.pipeline / state.copies)
-
-    def gradient_size(self, state: StateOfUnit) -> int:
-        return item_size(self.pricer.training.gradients(state.value.dtype))
-
-    def whole_bytes(self, state: StateOfUnit) -> float:
-        return self.share(state) * state.elements * item_size(state.value.dtype)
-
-    def gradient_bytes(self, state: StateOfUnit) -> float:
-        return self.share(state) * state.elements * self.gradient_size(state)
-
-    def group_of(self, state: StateOfUnit) -> int:
-        """Devices that hold the parameter alike: of experts on an axis ``ep`` fewer than of the rest.
-
-        Where ZeRO divides over some of them, those.
-        """
-        layout = self.pricer.layout
-        if self.is_hybrid:
-            return layout.zero_ranks // layout.expert if state.expert else layout.zero_ranks
-        return layout.group_of(expert=state.expert)
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether several groups of devices each hold all pieces."""
-        return bool(self.zero and self.pricer.step.zero_ranks)
-
-    def over_groups(self, collective: str, num_bytes: Callable[[StateOfUnit], float]) -> float:
-        """Seconds of one collective over the parameters that all hold alike, and of one over each rank's experts."""
-        links, layout = self.pricer.links, self.pricer.layout
-        alike = (links.pieces, links.expert_pieces) if self.is_hybrid else (links.group, links.expert_group)
-        seconds = 0.0
-        for expert, prices in zip((False, True), alike):
-            together = sum(num_bytes(state) for state in self.trained if self.is_apart(state) == expert)
-            if layout.group_of(expert=expert) > 1 and (together or not expert):
-                seconds += prices.collective_seconds(collective, num_bytes=together, axis=DATA)
-        return seconds
-
-    def is_apart(self, state: StateOfUnit) -> bool:
-        """Whether a parameter is reduced over fewer devices than the rest."""
-        return state.expert and self.pricer.layout.expert > 1
-
-    def gather(self) -> float:
-        return self.over_groups("all_gather", self.whole_bytes)
-
-    def scatter(self) -> float:
-        return self.over_groups("reduce_scatter", self.gradient_bytes)
-
-    def reduction_each_step(self) -> float:
-        """Stage 0 and 1 reduce gradients once a step; stages 2 and 3 do it for every micro-batch.
-
-        Devices that hold the same pieces sum their gradients once a step.
-        """
-        if not self.zero:
-            return self.over_groups("all_reduce", self.gradient_bytes)
-        over_replicas = 0.0
-        if self.is_hybrid:
-            links = self.pricer.links
-            for expert, prices in ((False, links.pieces), (True, links.expert_pieces)):
-                apart = [state for state in self.trained if self.is_apart(state) == expert]
-                piece_bytes = sum(self.gradient_bytes(state) / self.group_of(state) for state in apart)
-                if apart or not expert:
-                    over_replicas += prices.collective_seconds("all_reduce", num_bytes=piece_bytes, axis=REPLICAS)
-        return over_replicas + (self.scatter() if self.zero == 1 else 0.0)
-
-    def tied_exchange(self) -> float:
-        """Sum the gradients of a shared parameter over the ranks that have it."""
-        if not self.pricer.tied_apart:
-            return 0.0
-        num_bytes = sum(self.gradient_bytes(state) for state in self.trained if state.tied)
-        return self.pricer.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE) if num_bytes else 0.0
-
-    def accumulation(self) -> float:
-        """Adding a micro-batch's gradients to the sum: read, read, written; with ZeRO 2 and 3 the reduction does it."""
-        if self.pricer.step.num_microbatches == 1 or self.zero >= 2:
-            return 0.0
-        return self.memory_pass(2 * self.gradients + self.whole)
-
-    def update(self) -> float:
-        """4 bytes of gradient read; parameter and moments read and written in float32; 2 bytes of copy written.
-
-        On the host all devices of a node do so at once; its links carry gradient and weight down, the weight up.
-        """
-        parts = {state: self.group_of(state) if self.zero else 1 for state in self.trained}
-        elements = sum(self.share(state) * state.elements / parts[state] for state in self.trained)
-        moments = OPTIMIZER_MOMENTS[self.pricer.step.optimizer]
-        if not self.pricer.training.offload:
-            touched = elements * (6 + 8 * (1 + moments))
-            return self.memory_pass(touched, kind="optimizer") if elements else 0.0
-        host = self.pricer.links.axes.cluster.host
-        if host is None:
-            raise ValueError("the plan offloads optimizer state, but its cluster has no [host]")
-        whole = sum(self.whole_bytes(state) / parts[state] for state in self.trained)
-        node_size = host.num_devices(self.pricer.links.axes.cluster.levels)
-        over_link = 3 * whole * min(host.link_shared_by, node_size) / host.link_bandwidth
-        return over_link + elements * (6 + 8 * (1 + moments)) * node_size / host.memory_bandwidth
-
-    def memory_pass(self, num_bytes: float, *, kind: str = "elementwise") -> float:
-        axes: CostModel = self.pricer.links.axes
-        return axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind=kind)
-
-    def held_bytes(self) -> float:
-        buffers = [state for state in self.states if state.value.kind == "buffer"]
-        return sum(self.state_parts()[:3]) + sum(state.elements * item_size(state.value.dtype) for state in buffers)
-
-    def state_parts(self) -> tuple[int, int, int, int]:
-        """Bytes of parameters, gradients, optimizer state, and of what is on the host, each rounded to whole ones."""
-        parts = [0.0, 0.0, 0.0, 0.0]
-        for state in self.states:
-            if state.value.kind == "buffer":
-                continue
-            if not state.value.requires_grad:
-                parts[0] += self.share(state) * state.elements * item_size(state.value.dtype)
-                continue
-            held = zero_state_bytes(
-                state.elements,
-                state.value.dtype,
-                stage=self.zero,
-                group_size=self.group_of(state),
-                gradient_dtype=self.pricer.training.gradients(state.value.dtype),
-                optimizer=self.pricer.step.optimizer,
-                offloaded=self.pricer.training.offload,
-            )
-            for index, part in enumerate((held.parameters, held.gradients, held.optimizer, held.host)):
-                parts[index] += self.share(state) * part
-        return round(parts[0]), round(parts[1]), round(parts[2]), round(parts[3])
-
-    def transient_bytes(self) -> float:
-        """Whole gradients before they are scattered; whole parameters of this layer and the one gathered ahead."""
-        divided = [state for state in self.trained if self.group_of(state) > 1]
-        whole, gradients = sum(map(self.whole_bytes, divided)), sum(map(self.gradient_bytes, divided))
-        return (0.0, 0.0, gradients, 2 * whole + gradients)[self.zero]

@@ -176,4 +176,4 @@ def _optimizer(shape: Shape) -> OperatorCase:
         return torch.optim.AdamW([weight]).step
 
     rows, width = shape
-    return OperatorCase("optimizer", shape, 0.0, 7.5 * rows * width, make)
+    return OperatorCase("optimizer", shape, 0.0, 7.0 * rows * width, make)

@@ -33,12 +33,14 @@ STEP_CAUSES: Mapping[str, str] = {
     "receive_backward": "received from other stages",
 }
 _CONTENTION = "compute slowed by communication beside it"
+_UNPACK = "gathered weights laid out whole"
 _CARRY = "activations on their way to the host and back"
 #: What else the backward pass of a layer takes: fields of ``LayerSeconds`` that a plan tells apart.
 _BACKWARD_CAUSES: Mapping[str, str] = {
     "recompute": "computed again for the backward pass",
     "recommunicate": "collectives issued again for the backward pass",
-    "accumulate": "gradients added over micro-batches",
+    "accumulate": "gradients copied and added up",
+    "unpack_backward": _UNPACK,
     "carry_backward": _CARRY,
 }
 
@@ -150,8 +152,10 @@ class _Ledger:
         forward, backward = stage.units.seconds(unit)
         if field == "forward":
             stage.unit_shares[unit][0] += share
-            self.rest[_CARRY] += share * parts.carry_forward
-            self.rest[_CONTENTION] += share * (costs.forward - forward - parts.carry_forward)
+            beside = {_CARRY: parts.carry_forward, _UNPACK: parts.unpack_forward}
+            for cause, seconds in beside.items():
+                self.rest[cause] += share * seconds
+            self.rest[_CONTENTION] += share * (costs.forward - forward - sum(beside.values()))
         elif field == "backward":
             stage.unit_shares[unit][1] += share
             beside = {cause: getattr(parts, name) for name, cause in _BACKWARD_CAUSES.items()}

@@ -14,7 +14,8 @@ from passes.plan.step_plan import StepPlan
 _CAUSES: Mapping[str, tuple[str, ...]] = {
     "computed again for the backward pass": ("recompute",),
     "collectives inside layers": ("communication_forward", "communication_backward", "recommunicate"),
-    "gradients added over micro-batches": ("accumulate",),
+    "gradients copied and added up": ("accumulate",),
+    "gathered weights laid out whole": ("unpack_forward", "unpack_backward"),
     "compute slowed by communication beside it": ("contention_forward", "contention_backward"),
     "activations on their way to the host and back": ("carry_forward", "carry_backward"),
 }
@@ -64,7 +65,7 @@ def waterfall(plan: Plan, report: StepReport) -> tuple[WaterfallBar, ...]:
 
 
 def _update_text(step: StepPlan) -> str:
-    moved = "parameters, gradients and moments read and written once a step"
+    moved = "gradients, parameters and moments read and written once a step, working weights made of them"
     return f"{moved}, on the host, and carried there and back" if step.optimizer_on_host else moved
 
 

@@ -64,6 +64,7 @@ class _Zero:
     update_step: float
     gather_step: float
     accumulate: float
+    unpack: float
     state_bytes: float
     transient_bytes: float
 
@@ -127,9 +128,16 @@ def _choices(figures: UnitFigures, setting: StageSetting) -> Iterator[UnitChoice
 
 
 def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSetting) -> LayerCosts:
-    forward = (figures.compute[0] + figures.communication[0]) * setting.forward_passes
+    forward = (figures.compute[0] + figures.communication[0] + zero.unpack) * setting.forward_passes
     backward = sum(
-        (figures.compute[1], figures.communication[1], policy.compute, policy.communication, zero.accumulate)
+        (
+            figures.compute[1],
+            figures.communication[1],
+            policy.compute,
+            policy.communication,
+            zero.accumulate,
+            zero.unpack,
+        )
     )
     slower_forward, slower_backward = _contention(forward, backward, zero, setting)
     forward, backward = forward + slower_forward, backward + slower_backward
@@ -165,6 +173,8 @@ def seconds_by_cause(figures: UnitFigures, label: tuple[str, str], setting: Stag
         recompute=policy.compute,
         recommunicate=policy.communication,
         accumulate=zero.accumulate,
+        unpack_forward=zero.unpack * setting.forward_passes,
+        unpack_backward=zero.unpack,
     )
     slower_forward, slower_backward = _contention(parts.forward, parts.backward, zero, setting)
     parts = replace(parts, contention_forward=slower_forward, contention_backward=slower_backward)
@@ -199,8 +209,6 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting, pieces: Seque
     parameters after the update; 2 and 3 reduce-scatter in every micro-batch; 3 gathers parameters before each use.
 
     Groups that hold the same pieces sum their gradients once a step."""
-    several = setting.num_microbatches > 1
-    whole, gradients = (sum(getattr(piece, name) for piece in pieces) for name in ("whole", "gradients"))
     tied = sum(piece.tied for piece in pieces)
     gather = sum(piece.over_group("all_gather", piece.whole) for piece in pieces) if stage else 0.0
     scatter = sum(piece.over_group("reduce_scatter", piece.gradients) for piece in pieces) if stage else 0.0
@@ -219,7 +227,8 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting, pieces: Seque
         reduce_step=once + apart,
         update_step=_update(pieces, stage, setting),
         gather_step=gather if stage in (1, 2) else 0.0,
-        accumulate=_memory_pass(2 * gradients + whole, setting) if several and stage < 2 else 0.0,
+        accumulate=sum(_gradient_passes(piece, stage, setting) for piece in pieces),
+        unpack=sum(_unpacking(piece, setting) for piece in pieces) if stage == 3 else 0.0,
         state_bytes=state_bytes(figures, stage, setting).total + figures.buffer_bytes,
         transient_bytes=transient,
     )
@@ -250,7 +259,7 @@ def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> Stat
 @dataclass(frozen=True)
 class Traffic:
     """Trainable parameters of one copy on one device before ZeRO that one group of ``group`` devices holds alike:
-    elements, bytes in the compute dtype, bytes of gradients, and bytes of the gradients of tied parameters.
+    elements, bytes in the compute dtype, of gradients, of the gradients of tied parameters, and of what is updated.
 
     ``replicas``: groups whose devices hold the same pieces."""
 
@@ -261,6 +270,7 @@ class Traffic:
     whole: float
     gradients: float
     tied: float
+    masters: float
 
     def over_group(self, collective: str, num_bytes: float) -> float:
         """Seconds of a collective among those that hold the same."""
@@ -295,7 +305,7 @@ def traffic(figures: UnitFigures, setting: StageSetting, *, divides: bool) -> tu
 
 
 def _traffic(weights: Sequence[Weight], count: int, prices: CostModel, group: int, setting: StageSetting) -> Traffic:
-    elements = whole = gradients = tied = 0.0
+    elements = whole = gradients = tied = masters = 0.0
     for weight in weights:
         if not weight.trainable:
             continue
@@ -303,8 +313,9 @@ def _traffic(weights: Sequence[Weight], count: int, prices: CostModel, group: in
         gradient = local_elements * item_size(setting.training.gradients(weight.dtype))
         elements, gradients = elements + local_elements, gradients + gradient
         whole += local_elements * item_size(weight.dtype)
+        masters += local_elements * max(4, item_size(weight.dtype))
         tied += gradient if len(weight.uses) > 1 else 0.0
-    return Traffic(prices, group, 1, elements, whole, gradients, tied)
+    return Traffic(prices, group, 1, elements, whole, gradients, tied, masters)
 
 
 def _share(weight: Weight, count: int, num_stages: int) -> float:
@@ -313,16 +324,17 @@ def _share(weight: Weight, count: int, num_stages: int) -> float:
 
 
 def _update(pieces: Sequence[Traffic], stage: int, setting: StageSetting) -> float:
-    """Seconds of the optimizer: gradients read; parameters and moments read and written; 16-bit copies written.
+    """Seconds of the optimizer: gradients read; parameters and moments read and written; working weights made of them.
 
-    On the host after gradients and weights came down there, and before the weights go up again.
+    On the host after gradients and weights came down there, and before the weights go up again in 16 bits.
     """
     elements = sum(piece.elements / (piece.group if stage else 1) for piece in pieces)
     if not elements:
         return 0.0
-    touched_bytes = elements * (4 + 8 * (1 + OPTIMIZER_MOMENTS[setting.training.optimizer]) + 2)
+    touched_bytes = elements * (4 + 8 * (1 + OPTIMIZER_MOMENTS[setting.training.optimizer]))
     if not setting.training.offload:
-        return _memory_pass(touched_bytes, setting, kind="optimizer")
+        return _memory_pass(touched_bytes, setting, kind="optimizer") + _working_weights(pieces, stage, setting)
+    touched_bytes += 2 * elements
     cluster = setting.links.axes.cluster
     assert cluster.host is not None  # ``planner.whole_step.offloading`` has refused it
     return cluster.host.update_seconds(
@@ -332,6 +344,40 @@ def _update(pieces: Sequence[Traffic], stage: int, setting: StageSetting) -> flo
     )
 
 
-def _memory_pass(num_bytes: float, setting: StageSetting, *, kind: str = "elementwise") -> float:
-    """Seconds to move ``num_bytes`` through the device's memory; gradients summed over micro-batches, an update."""
+def _working_weights(pieces: Sequence[Traffic], stage: int, setting: StageSetting) -> float:
+    """Seconds in which what is computed with is made of what was updated, once a step; ZeRO 3 does for every use."""
+    if stage == 3:
+        return 0.0
+    if stage:
+        return sum(_unpacking(piece, setting) for piece in pieces)
+    casts = (piece.masters + piece.whole for piece in pieces if piece.masters != piece.whole)
+    return sum(_memory_pass(num_bytes, setting) for num_bytes in casts)
+
+
+def _gradient_passes(piece: Traffic, stage: int, setting: StageSetting) -> float:
+    """Seconds of one micro-batch in which gradients are copied to where they are reduced, and added to earlier ones.
+
+    The first micro-batch's are copied, further ones added; from ZeRO 2 on all are copied, and reduced pieces added.
+    Where nothing is reduced nor of another dtype autograd adds them where they are."""
+    if not piece.elements:
+        return 0.0
+    further = 1.0 - 1.0 / setting.num_microbatches
+    once = piece.whole + piece.gradients
+    if piece.group == 1 and piece.masters == piece.whole == piece.gradients:
+        passes = further * (once + piece.gradients)
+    elif stage < 2:
+        passes = once + further * piece.gradients
+    else:
+        passes = once + further * 3 * piece.gradients / piece.group
+    return _memory_pass(passes, setting)
+
+
+def _unpacking(piece: Traffic, setting: StageSetting) -> float:
+    """Seconds to cast a rank's pieces, and to lay out whole what has been gathered of them."""
+    own = (piece.masters + piece.whole) / piece.group
+    return _memory_pass(own + 2 * piece.whole, setting) if piece.elements else 0.0
+
+
+def _memory_pass(num_bytes: float, setting: StageSetting, *, kind: str = "list_copy") -> float:
+    """Seconds to move ``num_bytes`` through the device's memory: gradients, weights, an update."""
     return setting.links.axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind=kind)
