@@ -258,8 +258,15 @@ class Search(CandidateProblems):
             if recompute == float("inf"):
                 self._lacks(candidate, self.bounds.missing)
                 continue
-            bound = self.step_bound(candidate, self.bounds.whole(candidate.cut) + recompute)
-            yield SearchEntry(bound, next(self.order), candidate, recompute=recompute)
+            beside = recompute + self._least_of_gradients(candidate)
+            bound = self.step_bound(candidate, self.bounds.whole(candidate.cut) + beside)
+            yield SearchEntry(bound, next(self.order), candidate, beside=beside)
+
+    def _least_of_gradients(self, candidate: Candidate) -> float:
+        """Seconds of a micro-batch's passes over its gradients, where all stages have the same devices; else 0."""
+        if self.cluster.has_unequal_devices:
+            return 0.0
+        return self.bounds.gradients(candidate, self.links_on(candidate.layout).axes)
 
     def _is_possible(self, candidate: Candidate) -> bool:
         """Whether the cut divides the model and its least bytes fit."""
@@ -301,8 +308,8 @@ class Search(CandidateProblems):
         return following
 
     def _bound(self, entry: SearchEntry, seconds: float) -> float:
-        """Lower bound of the step if a micro-batch takes ``seconds`` beside recomputation."""
-        return self.step_bound(entry.candidate, seconds + entry.recompute)
+        """Lower bound of the step if a micro-batch takes ``seconds`` beside ``entry.beside``."""
+        return self.step_bound(entry.candidate, seconds + entry.beside)
 
     def step_bound(self, candidate: Candidate, seconds: float) -> float:
         """Lower bound of a candidate's step if one micro-batch takes ``seconds``, as level 1 counts them."""
@@ -327,7 +334,7 @@ class Search(CandidateProblems):
             yield replace(entry, bound=again)  # other candidates have tightened the bound meanwhile
             return
         least = self.bounds.by_axis(
-            entry.candidate.cut, self._cutoff() / self.step_bound(entry.candidate, 1.0) - entry.recompute
+            entry.candidate.cut, self._cutoff() / self.step_bound(entry.candidate, 1.0) - entry.beside
         )
         if least == float("inf"):
             self.counts["cannot be divided"] += 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from cost_models import CostModel
 from cost_models.dtypes import item_size
 from cost_models.memory import zero_state_bytes
 from cost_models.schedules import in_flight
@@ -23,6 +24,7 @@ from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, divisors
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.level_one import LevelOne, Sharded
+from planner.whole_step.costs.parameter_passes import least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
 
@@ -92,6 +94,7 @@ class Bounds:
         self.missing = 0.0
         self._missing: dict[tuple[object, ...], float] = {}
         self._recompute: dict[tuple[object, ...], float] = {}
+        self._gradients: dict[tuple[int, ...], float] = {}
 
     def whole(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
@@ -200,6 +203,30 @@ class Bounds:
             self._missing[key] = self.missing
         self.missing = self._missing[key]
         return self._recompute[key]
+
+    def gradients(self, candidate: Candidate, prices: CostModel) -> float:
+        """Lower bound of the seconds in which one micro-batch's gradients are copied and added up, over all stages.
+
+        Like ``recompute`` it adds to every bound of the rest. ``prices`` are those of all devices.
+        """
+        layout, pieces = candidate.layout, candidate.cut.pieces
+        key = pieces, layout.tensor, layout.expert, layout.group, candidate.num_microbatches
+        if key not in self._gradients:
+            sharded = self.level_one.alone(Cut(pieces))
+            assert sharded is not None  # the candidate has been bounded by it
+            self._gradients[key] = sum(
+                figures.unit.count
+                * prices.compute_seconds(
+                    flops=0.0,
+                    num_bytes=least_gradient_bytes(
+                        figures, layout, self.training, num_microbatches=candidate.num_microbatches
+                    ),
+                    dtype="float32",
+                    kind="list_copy",
+                )
+                for figures in sharded.figures
+            )
+        return self._gradients[key]
 
     def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
         layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))

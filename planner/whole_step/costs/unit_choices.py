@@ -12,6 +12,12 @@ from cost_models.step import LayerCosts, LayerSeconds
 from planner.pipeline_ilp.stage_problem import UnitChoice, UnitRun
 from planner.whole_step.candidates.mesh_layout import REPLICAS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import ZERO_STAGES, TrainingOptions
+from planner.whole_step.costs.parameter_passes import (
+    ParameterBytes,
+    casting_bytes,
+    gradient_bytes,
+    unpacking_bytes,
+)
 from planner.whole_step.costs.step_prices import DATA, PIPELINE
 from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight
 
@@ -270,7 +276,11 @@ class Traffic:
     whole: float
     gradients: float
     tied: float
-    masters: float
+    updated: float
+
+    @property
+    def bytes(self) -> ParameterBytes:
+        return ParameterBytes(self.whole, self.gradients, self.updated)
 
     def over_group(self, collective: str, num_bytes: float) -> float:
         """Seconds of a collective among those that hold the same."""
@@ -305,7 +315,7 @@ def traffic(figures: UnitFigures, setting: StageSetting, *, divides: bool) -> tu
 
 
 def _traffic(weights: Sequence[Weight], count: int, prices: CostModel, group: int, setting: StageSetting) -> Traffic:
-    elements = whole = gradients = tied = masters = 0.0
+    elements = whole = gradients = tied = updated = 0.0
     for weight in weights:
         if not weight.trainable:
             continue
@@ -313,9 +323,9 @@ def _traffic(weights: Sequence[Weight], count: int, prices: CostModel, group: in
         gradient = local_elements * item_size(setting.training.gradients(weight.dtype))
         elements, gradients = elements + local_elements, gradients + gradient
         whole += local_elements * item_size(weight.dtype)
-        masters += local_elements * max(4, item_size(weight.dtype))
+        updated += local_elements * max(4, item_size(weight.dtype))
         tied += gradient if len(weight.uses) > 1 else 0.0
-    return Traffic(prices, group, 1, elements, whole, gradients, tied, masters)
+    return Traffic(prices, group, 1, elements, whole, gradients, tied, updated)
 
 
 def _share(weight: Weight, count: int, num_stages: int) -> float:
@@ -350,32 +360,18 @@ def _working_weights(pieces: Sequence[Traffic], stage: int, setting: StageSettin
         return 0.0
     if stage:
         return sum(_unpacking(piece, setting) for piece in pieces)
-    casts = (piece.masters + piece.whole for piece in pieces if piece.masters != piece.whole)
-    return sum(_memory_pass(num_bytes, setting) for num_bytes in casts)
+    return sum(_memory_pass(casting_bytes(piece.bytes), setting) for piece in pieces)
 
 
 def _gradient_passes(piece: Traffic, stage: int, setting: StageSetting) -> float:
-    """Seconds of one micro-batch in which gradients are copied to where they are reduced, and added to earlier ones.
-
-    The first micro-batch's are copied, further ones added; from ZeRO 2 on all are copied, and reduced pieces added.
-    Where nothing is reduced nor of another dtype autograd adds them where they are."""
-    if not piece.elements:
-        return 0.0
-    further = 1.0 - 1.0 / setting.num_microbatches
-    once = piece.whole + piece.gradients
-    if piece.group == 1 and piece.masters == piece.whole == piece.gradients:
-        passes = further * (once + piece.gradients)
-    elif stage < 2:
-        passes = once + further * piece.gradients
-    else:
-        passes = once + further * 3 * piece.gradients / piece.group
-    return _memory_pass(passes, setting)
+    """Seconds of one micro-batch in which gradients are copied and added up."""
+    copied = gradient_bytes(piece.bytes, stage, group=piece.group, num_microbatches=setting.num_microbatches)
+    return _memory_pass(copied, setting)
 
 
 def _unpacking(piece: Traffic, setting: StageSetting) -> float:
     """Seconds to cast a rank's pieces, and to lay out whole what has been gathered of them."""
-    own = (piece.masters + piece.whole) / piece.group
-    return _memory_pass(own + 2 * piece.whole, setting) if piece.elements else 0.0
+    return _memory_pass(unpacking_bytes(piece.bytes, group=piece.group), setting)
 
 
 def _memory_pass(num_bytes: float, setting: StageSetting, *, kind: str = "list_copy") -> float:
