@@ -21,7 +21,8 @@ from typing import Any
 
 from cost_models import Cluster
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
-from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, solve_stages
+from planner.pipeline_ilp.stage_ilp import bound_within_memory, solve_stages
+from planner.pipeline_ilp.stage_search import CUTOFF
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
 from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate, Family, families
