@@ -40,6 +40,14 @@ class Front:
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     choices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
+    def within(self, limit: float) -> Front:
+        """The front of the same units in at most ``limit`` bytes."""
+        fits = self.sizes <= limit
+        places = self.places[fits] if self.before is not None else self.places
+        return Front(
+            self.seconds[fits], self.sizes[fits], limit, self.lost, self.before, self.slot, places, self.choices
+        )
+
     def with_unit(self, slot: tuple[int, int], options: Options) -> Front:
         """The front with one more unit of ``slot`` = (chunk, run), in any of ``options`` (seconds, bytes, choice)."""
         option_seconds, option_sizes, choices = options

@@ -168,8 +168,6 @@ class StageSearch:
         if proof is None:
             self.do_without_shares()
             return None
-        if SCHEDULES[self.problem.schedule].played:
-            self.try_balanced()
         proofs = {False: proof}
         if not self.offer_all(proof) or in_rounds(self.problem):
             proof = self.prove(remember=True)
@@ -178,15 +176,22 @@ class StageSearch:
                 return proof
             self.offer_all(proof)
             proofs[True] = proof
-        if math.isfinite(self.cutoff):
-            stage = self.program(proof)
-            self.branch_on_shares(stage, proof)
-            if not self.settled():
-                self.relax(stage)
+        self.bound_by_program(proof)
+        if SCHEDULES[self.problem.schedule].played and not self.settled():
+            self.try_balanced()
+            self.bound_by_program(proof)
         for remember, each in proofs.items():
             if self.settled() or self.improve(each, remember=remember):
                 break
         return proof
+
+    def bound_by_program(self, proof: Shares | Segments) -> None:
+        """With a cutoff, take over what the program proves without branching over all of its variables."""
+        if math.isfinite(self.cutoff) and not self.settled():
+            stage = self.program(proof)
+            self.branch_on_shares(stage, proof)
+            if not self.settled():
+                self.relax(stage)
 
     def do_without_shares(self) -> None:
         """Take over what the relaxation proves, which often settles a problem with a cutoff; else look for better."""
