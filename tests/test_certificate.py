@@ -55,7 +55,8 @@ def test_some_search_with_a_gap_stops_above_its_bound() -> None:
 def test_pruned_candidates_count_in_the_bound() -> None:
     search, _ = stopped_at(0.0)
     outcome = Search(search.level_one, search.cluster, search.demands)
-    outcome._leave(0.5 * optimum())  # as if a candidate of such a bound had been pruned
+    first = next(outcome._first_entries())
+    outcome.left.append(replace(first, bound=0.5 * optimum()))  # as if a candidate of such a bound had been pruned
     assert outcome.run().bound == pytest.approx(0.5 * optimum())
 
 

@@ -90,12 +90,11 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
         load = max(load, shortest_rounds(problem, cheapest.tolist(), crossing))
         rest = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
         whole = float(problem.num_microbatches), rest, _filled_rounds(problem, cheapest.tolist(), crossing)
-    terms = []
-    for base, weights, first in _weightings(problem, figures):
-        total = float(np.minimum.reduceat(weights @ figures, starts) @ counts)
-        total += weights[0] * received[0] + weights[1] * received[1]
-        reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
-        terms.append((base, total + reduction))
+    bases, weightings, first = zip(*_weightings(problem, figures))
+    weights = np.array(weightings)
+    totals = np.minimum.reduceat(weights @ figures, starts, axis=1) @ counts + weights[:, :2] @ received
+    reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices)
+    terms = zip(bases, (totals + np.where(first, reduction, 0.0)).tolist())
     return TimeBounds(load, tuple(terms), whole)
 
 
@@ -138,7 +137,7 @@ def _received(problem: StageProblem) -> tuple[float, float]:
     )
 
 
-def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, Array, bool]]:
+def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, tuple[float, ...], bool]]:
     """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
 
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
@@ -169,7 +168,7 @@ def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, Arra
         share = times / p if mean else 0.0
         forward, backward = forward + share, backward + share - hides
         if forward >= 0 and backward >= 0:
-            weights = np.array([forward, backward, weight, sent, 1 / p, waits])
+            weights = (forward, backward, weight, sent, 1 / p, waits)
             weightings.append((0.0 if mean else times, weights, not (sent or waits)))
     return weightings
 

@@ -53,6 +53,10 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
 
 
+#: Stages that bound a candidate no further than to the cutoff, by the place of the stage after them.
+CUT_OFF = (3, 6, 7)
+
+
 class Search(CandidateProblems):
     """Best-first search over all candidates of one model on one cluster."""
 
@@ -65,7 +69,9 @@ class Search(CandidateProblems):
         self.shortfalls: dict[Candidate, float] = {}
         self.solutions: list[StepSolution] = []
         self.order = itertools.count()
-        self.least = float("inf")
+        #: Entries that no plan needs to be looked for in, below the cutoff that they were pruned by.
+        self.left: list[SearchEntry] = []
+        self.earlier: list[SearchEntry] | None = None
         self.finished: set[Candidate] = set()
         self.diving = False
         self.deadline, self.status = float("inf"), OPTIMAL
@@ -74,12 +80,28 @@ class Search(CandidateProblems):
         self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
         self.bounds = Bounds(level_one, demands.training)
 
+    def share_prices(self, other: CandidateProblems) -> None:
+        """Take over what ``other`` has priced, bounded and proved, for the same demands but for gap and limits."""
+        super().share_prices(other)
+        if isinstance(other, Search):
+            self.bounds = other.bounds
+
+    def go_on_from(self, other: Search) -> None:
+        """Take over all that ``other``, for the same demands but for gap and limits, has left of its candidates."""
+        self.share_prices(other)
+        self.earlier, self.solutions = [_redone(entry) for entry in other.left], list(other.solutions)
+        self.finished, self.shortfalls = set(other.finished), dict(other.shortfalls)
+
     def run(self) -> Outcome:
         """Search until the gap is closed, the heap is empty, or a limit is reached."""
         self.deadline = time.monotonic() + self.time_limit
-        heap = list(self._first_entries())
-        heapq.heapify(heap)
-        self._dive(heap)
+        heap: list[SearchEntry] = []
+        if self.earlier is None:
+            heap.extend(self._first_entries())
+            heapq.heapify(heap)
+            self._dive(heap)
+        else:
+            self._push(heap, self.earlier)
         while heap and heap[0].bound < self._cutoff():
             if self._is_stopped():
                 break
@@ -89,10 +111,10 @@ class Search(CandidateProblems):
             self._push(heap, self._advance(entry))
             self._tell(heap)
         self.counts["pruned by bound"] += len(heap)
+        self.left += heap
         best = self.solutions[0].seconds if self.solutions else float("inf")
-        least_open_bound = heap[0].bound if heap else float("inf")
-        bound = min(least_open_bound, self.least, best)
-        return Outcome(self.solutions, bound, self.status, self.counts, self.shortfalls)
+        bound = min((entry.bound for entry in self.left), default=float("inf"))
+        return Outcome(self.solutions, min(bound, best), self.status, self.counts, self.shortfalls)
 
     @property
     def num_programs(self) -> float:
@@ -118,11 +140,7 @@ class Search(CandidateProblems):
                 heapq.heappush(heap, entry)
             else:
                 self.counts["pruned by bound"] += 1
-                self._leave(entry.bound)
-
-    def _leave(self, bound: float) -> None:
-        """Record the bound of a pruned candidate; the certificate takes the minimum over all pruned."""
-        self.least = min(self.least, bound)
+                self.left.append(entry)
 
     def _dive(self, heap: list[SearchEntry]) -> None:
         """Solve a few promising candidates first, to have an incumbent to prune with; only one if a limit is reached.
@@ -150,7 +168,7 @@ class Search(CandidateProblems):
         while ready:
             entry = heapq.heappop(ready)
             if entry.bound >= self._cutoff() or (self.solutions and self._is_stopped()):
-                self._leave(entry.bound)
+                self.left.append(entry)
                 continue
             for follower in self._advance(entry):
                 heapq.heappush(heap if self._can_wait(follower) else ready, follower)
@@ -418,7 +436,7 @@ class Search(CandidateProblems):
             self._add(StepSolution(entry.candidate, entry.sharded, entry.problem, solved))
         bound = max(entry.bound, solved.bound)
         if solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff():
-            self._leave(bound)
+            self.left.append(replace(entry, bound=bound, effort=0.0))
             self.counts["pruned by bound"] += solved.assignment is None
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
@@ -436,3 +454,8 @@ class Search(CandidateProblems):
 
     def _add(self, solution: StepSolution) -> None:
         self.solutions = with_solution(self.solutions, solution)[: max(KEPT, self.demands.num_alternatives)]
+
+
+def _redone(entry: SearchEntry) -> SearchEntry:
+    """A pruned entry before the stage that pruned it, which may bound it further under a later cutoff."""
+    return replace(entry, stage=entry.stage - 1) if entry.stage in CUT_OFF else entry

@@ -35,6 +35,11 @@ class JudgedSearch(CappedSearch):
         super().__init__(*arguments, limit=limit, **options)
         self.simulated: dict[Candidate, float] = {}
 
+    def go_on_from(self, other: Search) -> None:
+        """The same without the solutions, which ``limit`` leaves out until they are judged."""
+        super().go_on_from(other)
+        self.solutions = []
+
     def _cutoff(self) -> float:
         return self.limit
 
@@ -87,5 +92,8 @@ def within_limits(search: Search) -> Demands | None:
 def judged_search(search: Search, demands: Demands, *, limit: float) -> tuple[Search, Outcome]:
     """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome."""
     after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit)
-    after.share_prices(search)
+    if demands.left_out == search.demands.left_out:
+        after.go_on_from(search)
+    else:
+        after.share_prices(search)
     return after, within_hosts(after, after.run())

@@ -173,7 +173,7 @@ class _Planner:
         level_one = level_one or level_one_of(cluster, self.space, self.step_units)
         search = search_of(level_one, cluster, demands, progress=self.progress)
         if before is not None:
-            search.share_prices(before)
+            search.go_on_from(before)
         outcome = within_hosts(search, search.run())
         if outcome.solutions or (rest := left_out_schedules(search)) is None:
             return search, outcome
