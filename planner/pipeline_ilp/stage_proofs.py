@@ -23,6 +23,7 @@ class Proofs:
         paths: paths through the order that are longest for some assignment.
         stage: the integer program, and the seconds of the slowest step that its rows allow (``within``).
         is_relaxed: whether the bound of the relaxation of ``stage``, with all its rows, is in ``bound``.
+        targets: bounds that branching over the units of ranks has tried to prove.
         tried: heuristics whose assignments have been offered, and whether they are good enough.
     """
 
@@ -34,4 +35,5 @@ class Proofs:
     stage: StageProgram | None = None
     within: float = math.inf
     is_relaxed: bool = False
+    targets: set[float] = field(default_factory=set)
     tried: dict[str, bool] = field(default_factory=dict)

@@ -11,8 +11,10 @@ from cost_models.schedules import SCHEDULES
 from cost_models.step_time import least_step_seconds, played_path, step_memory, step_seconds
 from planner.pipeline_ilp.balance import all_alike, balance, by_rounds
 from planner.pipeline_ilp.coding import decode, encode
+from planner.pipeline_ilp.content_boxes import ContentBoxes
 from planner.pipeline_ilp.fronts import LOAD, DualWeights, whole_step_weights
 from planner.pipeline_ilp.path_rows import add_longest_path, add_paths
+from planner.pipeline_ilp.rank_contents import contents_of_ranks
 from planner.pipeline_ilp.ranks import Shares, add_tables, share_out
 from planner.pipeline_ilp.rounds import add_longest
 from planner.pipeline_ilp.segments import Segments, cut_segments
@@ -90,7 +92,8 @@ class StageSearch:
             self.relax(stage)
             if self.settled():
                 return self.solution()
-        return self.solve(stage)
+        self.bound_by_contents()
+        return self.solution() if self.settled() else self.solve(stage)
 
     def program(self, shares: Shares | Segments | None) -> StageProgram:
         """The integer program, built once, with all valid inequalities proved so far."""
@@ -312,12 +315,30 @@ class StageSearch:
                 self.proofs.is_relaxed = True
                 break
 
+    def bound_by_contents(self) -> None:
+        """Raise the bound by what each rank may hold, with assignments on the way, where that is few enough to list."""
+        if self.proofs.tried.setdefault("contents", False):
+            return
+        contents = contents_of_ranks(self.problem, self.bounds.load_within(self.limited))
+        if contents is None:
+            self.proofs.tried["contents"] = True
+            return
+        within = self.limited
+        bound = ContentBoxes(self.problem, contents).bound(self.offer, self.enough)
+        self.raise_to(min(bound, within), within=within)
+        self.proofs.tried["contents"] = not self.settled()
+
+    def enough(self) -> float:
+        """The bound that settles the problem."""
+        limit, gap = self.limit
+        return limit * (1.0 - gap)
+
     def branch_on_shares(self, stage: StageProgram, shares: Shares | Segments | None) -> None:
         """Raise the bound by whole units on each rank, where paths through the order hang on them."""
-        if isinstance(shares, Shares):
-            limit, gap = self.limit
-            proved = limit * (1.0 - gap) * (1.0 + ROUNDING)
-            bound = bound_of_whole_shares(stage, shares, proved, deadline=self.deadline)
+        target = self.enough() * (1.0 + ROUNDING)
+        if isinstance(shares, Shares) and target not in self.proofs.targets:
+            self.proofs.targets.add(target)
+            bound = bound_of_whole_shares(stage, shares, target, deadline=self.deadline)
             self.raise_to(bound, within=self.limited)
 
     def solve(self, stage: StageProgram) -> StageSolution | None:
