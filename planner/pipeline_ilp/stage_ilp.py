@@ -53,8 +53,8 @@ hull of each rank's least load against the units that it holds,
 
 over the loads that are possible in a step no slower than the incumbent. Both are computed rank by rank, exactly, before
 the program is solved, together with assignments that often meet the bound, so that the program is often not needed.
-With two chunks a rank the relaxation is bounded over whole n[r] first (``whole_shares``). With one chunk a rank, of which
-few fit, no program is needed but boxes of its largest figures (``content_boxes``).
+With two chunks a rank the relaxation is bounded over whole n[r] first (``whole_shares``). With one chunk a rank, where
+few contents of a rank fit, the program gives way to boxes of its largest figures (``content_boxes``).
 """
 
 from __future__ import annotations

@@ -23,13 +23,14 @@ from cost_models import Cluster
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
 from planner.pipeline_ilp.stage_ilp import bound_within_memory, solve_stages
 from planner.pipeline_ilp.stage_search import CUTOFF
-from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
+from planner.solvers.linear import OPTIMAL, SECOND, UNPROVED
 from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate, Family, families
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS
 from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
+from planner.whole_step.limited_search import LimitedSearch
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, SearchTeller
 from planner.whole_step.search_entry import SearchEntry
@@ -57,7 +58,7 @@ DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
 CUT_OFF = (3, 6, 7)
 
 
-class Search(CandidateProblems):
+class Search(LimitedSearch):
     """Best-first search over all candidates of one model on one cluster."""
 
     def __init__(
@@ -74,10 +75,6 @@ class Search(CandidateProblems):
         self.earlier: list[SearchEntry] | None = None
         self.finished: set[Candidate] = set()
         self.diving = False
-        self.deadline, self.status = float("inf"), OPTIMAL
-        self.time_limit = demands.seconds
-        self.max_programs = demands.programs_of(level_one.num_experts)
-        self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
         self.bounds = Bounds(level_one, demands.training)
 
     def share_prices(self, other: CandidateProblems) -> None:
@@ -115,24 +112,6 @@ class Search(CandidateProblems):
         best = self.solutions[0].seconds if self.solutions else float("inf")
         bound = min((entry.bound for entry in self.left), default=float("inf"))
         return Outcome(self.solutions, min(bound, best), self.status, self.counts, self.shortfalls)
-
-    @property
-    def num_programs(self) -> float:
-        """Integer programs that were solved; a stage program counts by its effort."""
-        return self.level_one.num_programs - self.shardings_before + self.stage_programs
-
-    def remaining(self, demands: Demands) -> Demands | None:
-        """``demands`` with what this search leaves of its limits, None if nothing is left."""
-        seconds, programs = self.deadline - time.monotonic(), self.max_programs - self.num_programs
-        return replace(demands, time_limit=seconds, max_programs=programs) if seconds > 0 and programs >= 1 else None
-
-    def _is_stopped(self) -> bool:
-        """Whether a limit is reached, which the plan reports. The clock decides nothing else."""
-        if self.status == OPTIMAL and self.num_programs >= self.max_programs:
-            self.status = EFFORT_LIMIT
-        if self.status == OPTIMAL and time.monotonic() > self.deadline:
-            self.status = TIME_LIMIT
-        return self.status != OPTIMAL
 
     def _push(self, heap: list[SearchEntry], entries: Iterable[SearchEntry]) -> None:
         for entry in entries:
