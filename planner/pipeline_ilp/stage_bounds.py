@@ -163,7 +163,7 @@ def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, tupl
     if (figures[3] - figures[5] > figures[1]).any():
         hides = 1 / p + (p - 1) / (p * v)
         tails.append((hides, 1 / p, 1.0 - hides))
-    weightings = []
+    weightings: list[tuple[float, tuple[float, ...], bool]] = []
     for (forward, backward, weight), mean, (hides, sent, waits) in itertools.product(fills, (True, False), tails):
         share = times / p if mean else 0.0
         forward, backward = forward + share, backward + share - hides

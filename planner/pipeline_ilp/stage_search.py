@@ -165,6 +165,9 @@ class StageSearch:
 
         Returns the last proof, None for a problem that cannot be taken rank by rank.
         """
+        is_played = SCHEDULES[self.problem.schedule].played
+        if is_played and math.isinf(self.cutoff):
+            self.try_balanced()
         proof = self.prove(remember=False)
         if self.settled():
             return proof
@@ -180,7 +183,7 @@ class StageSearch:
             self.offer_all(proof)
             proofs[True] = proof
         self.bound_by_program(proof)
-        if SCHEDULES[self.problem.schedule].played and not self.settled():
+        if is_played and not self.settled():
             self.try_balanced()
             self.bound_by_program(proof)
         for remember, each in proofs.items():
@@ -255,9 +258,9 @@ class StageSearch:
             for assignment in all_alike(self.problem):
                 self.offer(assignment)
         for weights in (LOAD, whole_step_weights(self.problem)):
-            assignment = balance(self.problem, weights)
-            if assignment is not None:
-                self.offer(assignment)
+            balanced = balance(self.problem, weights)
+            if balanced is not None:
+                self.offer(balanced)
 
     def try_shorter_tail(self) -> None:
         """Offer the incumbent with shorter tails, if its tail exceeds the gap."""
