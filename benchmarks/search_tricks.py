@@ -132,6 +132,7 @@ TRICKS: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "longest chunk of rounds": ((f"{_STAGES}.stage_search.add_longest", _nothing),),
     "hulls of ranks' loads": ((f"{_STAGES}.stage_search.add_tables", _nothing),),
     "whole units on each rank of a V": ((f"{_STAGES}.stage_search.StageSearch.branch_on_shares", _nothing),),
+    "boxes of what ranks may hold": ((f"{_STAGES}.stage_search.StageSearch.bound_by_contents", _nothing),),
     "balanced cuts": ((f"{_STAGES}.stage_search.StageSearch.try_balanced", _nothing),),
     "rounds alike": ((f"{_STAGES}.stage_search.by_rounds", _never),),
     "all chunks alike in a V": ((f"{_STAGES}.stage_search.all_alike", _never),),

@@ -67,7 +67,7 @@ from planner.pipeline_ilp.balance import by_rounds
 from planner.pipeline_ilp.fronts import whole_step_weights
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
 from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, folded, relabelled, undominated
-from planner.pipeline_ilp.stage_program import StageProgram
+from planner.pipeline_ilp.stage_program import StageProgram, in_rounds
 from planner.pipeline_ilp.stage_proofs import Proofs
 from planner.pipeline_ilp.stage_search import StageSearch, StageSolution
 from planner.solvers.linear import SECOND
@@ -123,9 +123,9 @@ def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf, proo
     """
     reduced, _ = undominated(folded(problem))
     search = StageSearch(reduced, cutoff, 0.0, proofs)
-    for remember in (False, True):
-        if search.settled() or search.prove(remember=remember) is None:
-            break
+    proof = None if search.settled() else search.prove(remember=False)
+    if proof is not None and not search.settled() and (in_rounds(reduced) or not search.offer_all(proof)):
+        search.prove(remember=True)  # where all that the other has fits anyway, it has the same load
     return search.bound
 
 
