@@ -134,3 +134,20 @@ def test_a_search_that_goes_on_from_another_with_a_larger_gap_proves_its_own(fir
     assert best <= before.solutions[0].seconds * (1 + 1e-9) and outcome.bound >= before.bound * (1 - 1e-9)
     assert outcome.bound <= optimum() * (1 + 1e-9) and optimum() <= best * (1 + 1e-9)
     assert outcome.gap <= gap + 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_a_cutoff_leaves_what_beats_it_and_nothing_else(schedule: str) -> None:
+    """Of problems that are asked for once, which are proved up to the cutoff alone."""
+    tried = 0
+    for seed in range(12):
+        problem = Draw(seed).problem(schedule)
+        best = brute_force(problem)
+        if best == float("inf"):
+            continue
+        above, below = (solve_stages(problem, gap=1e-7, cutoff=best * share) for share in (1.001, 0.999))
+        assert above is not None and above.objective == pytest.approx(best, rel=1e-6)
+        assert above.bound <= best * (1 + 1e-9)
+        assert below is not None and below.assignment is None and below.bound <= best * (1 + 1e-9)
+        tried += 1
+    assert tried >= 6

@@ -10,7 +10,9 @@ import pytest
 from cost_models.step_time import step_memory, step_seconds
 from planner.pipeline_ilp import content_boxes
 from planner.pipeline_ilp.content_boxes import ContentBoxes
+from planner.pipeline_ilp.fronts import LOAD
 from planner.pipeline_ilp.rank_contents import contents_of_ranks
+from planner.pipeline_ilp.segments import cut_segments
 from planner.pipeline_ilp.stage_bounds import time_bounds
 from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, as_step, fits, folded, undominated
 from tests.cells import cells
@@ -92,3 +94,18 @@ def test_contents_are_not_listed_where_they_are_too_many_or_hang_together_otherw
     assert contents_of_ranks(folded(replace(problem, runs=(many, many))), 1e6) is None
     played = replace(problem, schedule="zbv", num_ranks=2, num_chunks=4, num_microbatches=4, memory=(math.inf,) * 2)
     assert contents_of_ranks(folded(played), 10.0) is None
+
+
+def test_cuts_up_to_a_load_are_those_of_no_larger_load() -> None:
+    tried = left_out = 0
+    for seed in range(24):
+        problem = folded(Draw(seed).problem("1f1b"))
+        load = cut_segments(problem, LOAD, load_bound=0.0).load
+        if math.isinf(load) or not any(map(math.isfinite, problem.memory)):
+            continue
+        tried += 1
+        assert cut_segments(problem, LOAD, load_bound=0.0, most=load * 1.00001).load == pytest.approx(load, rel=1e-5)
+        below = cut_segments(problem, LOAD, load_bound=0.0, most=load * 0.999).load
+        assert below >= load * (1 - 1e-5)
+        left_out += math.isinf(below)
+    assert tried >= 6 and left_out >= 3

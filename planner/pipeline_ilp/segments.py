@@ -36,8 +36,8 @@ class Segments:
 class _Ranks:
     """Fronts of stretches of units on each rank, computed on demand."""
 
-    def __init__(self, problem: StageProblem, weights: DualWeights) -> None:
-        self.problem, self.weights = problem, weights
+    def __init__(self, problem: StageProblem, weights: DualWeights, most: float) -> None:
+        self.problem, self.weights, self.most = problem, weights, most
         self.held = problem.in_flight
         self.received = received(problem, weights.receive)
         self.run_of = [index for index, run in enumerate(problem.runs) for _ in range(run.count)]
@@ -46,6 +46,11 @@ class _Ranks:
         self.kinds = [kinds.index(runs) for runs in problem.rank_runs] or [0] * problem.num_ranks
         self.cache: dict[tuple[float, float, int, _Stretch], list[Front | None]] = {}
         self.options: dict[tuple[float, bool, int, int], list[tuple[Options, bool]]] = {}
+        #: By unit, the least seconds of those after it that must be on its rank: all of them where there is one rank.
+        least = [min(map(weights.unit, (choice.costs for choice in problem.runs[run].choices))) for run in self.run_of]
+        self.after = [0.0] * len(least)
+        if problem.num_ranks == 1 and math.isfinite(most):
+            self.after = [*itertools.accumulate(reversed(least[1:]), initial=0.0)][::-1]
 
     def fronts(self, rank: int, stretch: _Stretch) -> list[Front]:
         """One front for each level of peaks that allows the stretch other choices than the level below it, which has
@@ -74,6 +79,7 @@ class _Ranks:
         options = self._options(rank, run, levels, bounded=math.isfinite(rooms[0]))
         fronts: list[Front | None] = []
         below: Front | None = None
+        most = self.most - self.after[sum(units for _, units in stretch) - 1]
         for room, before, (choices, is_new) in zip(rooms, self._by_level(rank, shorter), options):
             below = below if before is None else before
             assert below is not None  # the lowest level is always there
@@ -81,7 +87,7 @@ class _Ranks:
                 fronts.append(None)
                 continue
             below_room = below if below.limit <= room else below.within(room)
-            fronts.append(below_room.with_unit((rank, run), choices))
+            fronts.append(below_room.with_unit((rank, run), choices).up_to(most))
         return fronts
 
     def _options(self, rank: int, run: int, levels: list[float], *, bounded: bool) -> list[tuple[Options, bool]]:
@@ -141,16 +147,17 @@ def _peaks(problem: StageProblem) -> list[float]:
     return sorted(peak for peak in peaks if peak >= floor)
 
 
-def cut_segments(problem: StageProblem, weights: DualWeights, *, load_bound: float) -> Segments:
+def cut_segments(problem: StageProblem, weights: DualWeights, *, load_bound: float, most: float = math.inf) -> Segments:
     """The least bottleneck of a problem with one chunk a rank, conversions left out.
 
     Args:
         load_bound: a proved lower bound to search from.
+        most: seconds; a larger bottleneck may count as infinite.
 
     Returns:
-        An infinite load means that the model does not fit in memory.
+        An infinite load means that the model does not fit in memory, or not within ``most``.
     """
-    ranks = _Ranks(problem, weights)
+    ranks = _Ranks(problem, weights, most * (1 + ROUNDING))
     best = ranks.ends(LARGEST)
     if best is None:
         # loads were unlimited, and ranks that take all they can hold leave the fewest units to the others

@@ -81,6 +81,7 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
     mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
     load = max(mean, bottleneck(problem, cheapest.tolist()))
+    updated = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
     whole = 0.0, 0.0, (_NOTHING, _NOTHING)
     if in_rounds(problem):
         crossing = (
@@ -88,14 +89,14 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
             min(run.receive_backward for run in problem.runs),
         )
         load = max(load, shortest_rounds(problem, cheapest.tolist(), crossing))
-        rest = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
-        whole = float(problem.num_microbatches), rest, _filled_rounds(problem, cheapest.tolist(), crossing)
+        whole = float(problem.num_microbatches), updated, _filled_rounds(problem, cheapest.tolist(), crossing)
     bases, weightings, first = zip(*_weightings(problem, figures))
     weights = np.array(weightings)
     totals = np.minimum.reduceat(weights @ figures, starts, axis=1) @ counts + weights[:, :2] @ received
     reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices)
     terms = zip(bases, (totals + np.where(first, reduction, 0.0)).tolist())
-    return TimeBounds(load, tuple(terms), whole)
+    # filling and draining take no less than nothing
+    return TimeBounds(load, (*terms, (float(problem.num_microbatches), updated)), whole)
 
 
 def _filled_rounds(

@@ -67,6 +67,8 @@ class StageSearch:
     ) -> None:
         self.problem, self.cutoff, self.gap, self.solver = problem, cutoff, gap, solver
         self.gap_to_cutoff = gap
+        #: What nobody asks for again is proved up to the cutoff alone.
+        self.is_asked_once = proofs is None
         self.proofs = Proofs() if proofs is None else proofs
         self.bounds = time_bounds(problem)
         self.bound, self.load = max(self.bounds.step, self.proofs.bound), self.bounds.load
@@ -116,10 +118,10 @@ class StageSearch:
         """Seconds that only assignments of interest beat."""
         return min(self.objective, self.cutoff)
 
-    def raise_to(self, bound: float, *, within: float = math.inf) -> None:
-        """Raise the bound to one over the assignments that take less than ``within`` seconds."""
+    def raise_to(self, bound: float) -> None:
+        """Raise the bound to one over all assignments: what holds for those that beat the limit is at most that."""
         self.bound = max(self.bound, bound)
-        self.proofs.bound = max(self.proofs.bound, min(bound, within))
+        self.proofs.bound = max(self.proofs.bound, bound)
 
     def settled(self) -> bool:
         """Whether the best is within the gap of the bound, or no assignment can beat the cutoff."""
@@ -213,7 +215,7 @@ class StageSearch:
             shares[remember] = self.taken_apart(self.within(remember=remember), LOAD)
         proof = shares[remember]
         if proof is not None and math.isinf(proof.load):
-            self.raise_to(math.inf)
+            self.raise_to(self.limited if math.isfinite(self.most) else math.inf)
         elif proof is not None:
             self.load = max(self.load, proof.load)
             self.raise_to(self.bounds.step_with(self.load))
@@ -275,8 +277,15 @@ class StageSearch:
         """The least bottleneck rank by rank, None for a problem that does not decompose by rank."""
         shares = share_out(problem, weights)
         if shares is None and problem.num_chunks == problem.num_ranks:
-            return cut_segments(problem, weights, load_bound=self.load if weights.proves else 0.0)
+            if not weights.proves:
+                return cut_segments(problem, weights, load_bound=0.0)
+            return cut_segments(problem, weights, load_bound=self.load, most=self.most)
         return shares
+
+    @property
+    def most(self) -> float:
+        """The largest load that is of interest, infinite where proofs are kept for other cutoffs."""
+        return self.bounds.load_within(self.limited) if self.is_asked_once else math.inf
 
     def raise_bound(self, stage: StageProgram, solution: LinearSolution, *, is_relaxed: bool) -> None:
         """Raise the bound by the solver's of a program or its relaxation.
@@ -286,13 +295,13 @@ class StageSearch:
         """
         limit, bound = self.limited, (solution.bound + stage.constant) * stage.second
         if solution.infeasible:
-            self.raise_to(limit, within=limit)
+            self.raise_to(limit)
         elif not is_relaxed:
-            self.raise_to(min(limit, bound), within=limit)
+            self.raise_to(min(limit, bound))
         elif solution.status == OPTIMAL and math.isinf(self.proofs.within):
             self.raise_to(bound)
         elif solution.status == OPTIMAL:
-            self.raise_to(min(limit, bound), within=limit)
+            self.raise_to(min(limit, bound))
 
     def solved(self, program: LinearProgram, **options: Any) -> LinearSolution:
         """Solve a program within the remaining effort and time."""
@@ -328,7 +337,7 @@ class StageSearch:
             return
         within = self.limited
         bound = ContentBoxes(self.problem, contents).bound(self.offer, self.enough)
-        self.raise_to(min(bound, within), within=within)
+        self.raise_to(min(bound, within))
         self.proofs.tried["contents"] = not self.settled()
 
     def enough(self) -> float:
@@ -342,7 +351,7 @@ class StageSearch:
         if isinstance(shares, Shares) and target not in self.proofs.targets:
             self.proofs.targets.add(target)
             bound = bound_of_whole_shares(stage, shares, target, deadline=self.deadline)
-            self.raise_to(bound, within=self.limited)
+            self.raise_to(min(bound, self.limited))
 
     def solve(self, stage: StageProgram) -> StageSolution | None:
         """Solve the integer program from the incumbent, and again while its solutions' longest paths are missing."""
