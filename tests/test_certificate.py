@@ -134,6 +134,9 @@ def test_a_search_that_goes_on_from_another_with_a_larger_gap_proves_its_own(fir
     assert best <= before.solutions[0].seconds * (1 + 1e-9) and outcome.bound >= before.bound * (1 - 1e-9)
     assert outcome.bound <= optimum() * (1 + 1e-9) and optimum() <= best * (1 + 1e-9)
     assert outcome.gap <= gap + 1e-9
+    others = Search(search.level_one, search.cluster, replace(search.demands, left_out=True))
+    others.go_on_from(search)
+    assert others.earlier is None and not others.solutions and others.bounds is search.bounds
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])

@@ -5,7 +5,7 @@ candidate at the top gets a tighter bound, in several stages, and returns to the
 recompute and ZeRO are solved (``planner.pipeline_ilp.stage_ilp``) it is an incumbent. Over how many data ranks ZeRO
 divides changes no sharding: once it has one a candidate becomes several, and earlier bounds hold for all. The search
 stops when the bound at the top is within the gap of the incumbent: everything below is pruned by its bound, which is
-the certificate.
+the certificate. What is pruned is left for a search with a smaller gap, which goes on from there.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ class Search(LimitedSearch):
             self.bounds = other.bounds
 
     def go_on_from(self, other: Search) -> None:
-        """Take over all that ``other``, for the same demands but for gap and limits, has left of its candidates."""
+        """Take over all that ``other``, for the same demands but for gap and limits, has left of its candidates; prices
+        alone if it was of other candidates."""
         self.share_prices(other)
+        if other.demands.left_out != self.demands.left_out:
+            return
         self.earlier, self.solutions = [_redone(entry) for entry in other.left], list(other.solutions)
         self.finished, self.shortfalls = set(other.finished), dict(other.shortfalls)
 

@@ -4,6 +4,9 @@ The closed form of a step's seconds promises too much where chunks wait for one 
 chunks are uneven. A search by the closed form prunes what is slower than such a promise, and leaves out the schedules
 of which it promises most (``planner.whole_step.candidates.candidates.is_offered``), since it would solve them first and
 prove little. Once a plan is there, both are searched for what beats its simulated seconds.
+
+A solution is judged in the version that its plan would have (``planner.whole_step.result.uniform_plans``), so that the
+search prunes by what the plan takes, and not by what the solution itself does.
 """
 
 from __future__ import annotations
@@ -92,8 +95,5 @@ def within_limits(search: Search) -> Demands | None:
 def judged_search(search: Search, demands: Demands, *, limit: float) -> tuple[Search, Outcome]:
     """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome."""
     after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit)
-    if demands.left_out == search.demands.left_out:
-        after.go_on_from(search)
-    else:
-        after.share_prices(search)
+    after.go_on_from(search)
     return after, within_hosts(after, after.run())
