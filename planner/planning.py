@@ -235,6 +235,7 @@ def plan(
                 target_seconds=target_seconds,
                 progress=progress,
                 write_lp=write_lp,
+                spaces=planned.spaces,
             )
     return dataclasses.replace(decided, fusion=planned.fusion, config_name=config_name_of(model))
 

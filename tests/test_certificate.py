@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from planner.pipeline_ilp.stage_ilp import solve_stages
+from planner.pipeline_ilp.stage_proofs import Proofs
 from planner.planning import plan_graph
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
@@ -55,7 +56,8 @@ def test_some_search_with_a_gap_stops_above_its_bound() -> None:
 def test_pruned_candidates_count_in_the_bound() -> None:
     search, _ = stopped_at(0.0)
     outcome = Search(search.level_one, search.cluster, search.demands)
-    outcome._leave(0.5 * optimum())  # as if a candidate of such a bound had been pruned
+    first = next(outcome._first_entries())
+    outcome.left.append(replace(first, bound=0.5 * optimum()))  # as if a candidate of such a bound had been pruned
     assert outcome.run().bound == pytest.approx(0.5 * optimum())
 
 
@@ -100,3 +102,55 @@ def test_a_mesh_plan_that_time_stops_states_its_gap() -> None:
     assert stopped.bound <= best.objective * (1 + 1e-9) <= stopped.objective * (1 + 2e-9)
     assert stopped.gap == pytest.approx(1.0 - stopped.bound / stopped.objective, abs=1e-12)
     assert (stopped.status, best.status) == ("stopped by time limit", "optimal with alike copies")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
+def test_a_problem_that_is_asked_for_again_goes_on_from_what_is_proved(schedule: str) -> None:
+    """Below the optimum, above it and without a cutoff, in any order: as solved from scratch each time."""
+    again = 0
+    for seed in range(8):
+        problem, proofs = Draw(seed).problem(schedule), Proofs()
+        best = brute_force(problem)
+        for share in (0.9, 1.2, 0.99, 1.01) if best < float("inf") else ():
+            solved = solve_stages(problem, cutoff=share * best, gap=1e-7, proofs=proofs)
+            assert solved is not None and (solved.assignment is not None) == (share > 1.0)
+            assert proofs.bound <= best * (1 + 1e-9)
+            if share > 1.0:
+                assert solved.objective == pytest.approx(best, rel=1e-6)
+                again += 1
+        last = solve_stages(problem, gap=1e-7, proofs=proofs)
+        assert (last is None) == (best == float("inf"))
+        assert last is None or last.objective == pytest.approx(best, rel=1e-6)
+    assert again >= 6
+
+
+@pytest.mark.parametrize("first_gap, gap", [(0.5, 0.05), (0.2, 0.0), (0.05, 0.0)])
+def test_a_search_that_goes_on_from_another_with_a_larger_gap_proves_its_own(first_gap: float, gap: float) -> None:
+    search, before = stopped_at(first_gap)
+    closer = Search(search.level_one, search.cluster, replace(search.demands, gap=gap))
+    closer.go_on_from(search)
+    outcome = closer.run()
+    best = outcome.solutions[0].seconds
+    assert best <= before.solutions[0].seconds * (1 + 1e-9) and outcome.bound >= before.bound * (1 - 1e-9)
+    assert outcome.bound <= optimum() * (1 + 1e-9) and optimum() <= best * (1 + 1e-9)
+    assert outcome.gap <= gap + 1e-9
+    others = Search(search.level_one, search.cluster, replace(search.demands, left_out=True))
+    others.go_on_from(search)
+    assert others.earlier is None and not others.solutions and others.bounds is search.bounds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_a_cutoff_leaves_what_beats_it_and_nothing_else(schedule: str) -> None:
+    """Of problems that are asked for once, which are proved up to the cutoff alone."""
+    tried = 0
+    for seed in range(12):
+        problem = Draw(seed).problem(schedule)
+        best = brute_force(problem)
+        if best == float("inf"):
+            continue
+        above, below = (solve_stages(problem, gap=1e-7, cutoff=best * share) for share in (1.001, 0.999))
+        assert above is not None and above.objective == pytest.approx(best, rel=1e-6)
+        assert above.bound <= best * (1 + 1e-9)
+        assert below is not None and below.assignment is None and below.bound <= best * (1 + 1e-9)
+        tried += 1
+    assert tried >= 6

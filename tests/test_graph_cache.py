@@ -14,11 +14,13 @@ import pytest
 
 import planner
 from passes.ir.graph import Graph, Node, Ref, State, Value
-from planner.graph_cache import graph_store
+from planner.graph_cache import graph_store, planned_graph
 from planner.graph_cache.graph_json import from_plain_graph, to_plain
 from planner.graph_cache.graph_store import FOLDER_VARIABLE
 from planner.kept_plans import KeptPlans
 from planner.planning import capture_for_planning
+from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.plan_step import _Planner
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -53,6 +55,33 @@ def test_a_second_plan_captures_nothing_and_is_the_same(folder: Path, captures: 
     assert captures == ["tiny-llama"]
     assert second.to_json() == first.to_json()
     assert len(list(folder.iterdir())) == 1
+
+
+def test_further_clusters_share_what_they_have_in_common_and_plan_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cluster's plan is the same after others as by itself; what is registered meanwhile is not shared."""
+    request = {"seq_len": 16, "global_batch": 8}
+    clusters = ("dgx-h100:1", "8x-rtx4090", "dgx-h100:1")
+    spaces: list[ShardingSpace] = []
+    pose = _Planner.posed
+
+    def counted(*arguments: Any) -> Any:
+        spaces.append(pose(*arguments)[0])
+        return pose(*arguments)
+
+    planner.plan("tiny-llama", "dgx-h100:1", **request)
+    planner.plan("tiny-llama", "8x-rtx4090", **request)  # now all that is asked of torch is kept
+    monkeypatch.setattr(_Planner, "posed", counted)
+    planned_graph._last.clear()
+    together = [planner.plan("tiny-llama", cluster, **request) for cluster in clusters]
+    assert len(spaces) == 1
+    for cluster, plan in zip(clusters, together):
+        planned_graph._last.clear()
+        assert planner.plan("tiny-llama", cluster, **request).to_json() == plan.to_json()
+    assert len(spaces) == 4
+    planner.plan("tiny-llama", "8x-rtx4090", **request, compiled=True)
+    assert len(spaces) == 5
 
 
 def test_other_clusters_and_meshes_use_the_same_graph(folder: Path, captures: list[Any]) -> None:

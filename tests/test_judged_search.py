@@ -11,7 +11,11 @@ import planner
 from cost_models.schedules import SCHEDULES
 from passes.plan import Plan
 from planner.whole_step.candidates.candidates import is_offered
+from planner.whole_step.judged_search import JudgedSearch
 from planner.whole_step.judging import CLEARLY
+from planner.whole_step.result.outcome import StepSolution
+from planner.whole_step.result.plan_of_solution import Judged, judge
+from planner.whole_step.result.uniform_plans import versions
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -55,6 +59,22 @@ def test_no_schedule_that_is_fixed_gives_a_clearly_faster_plan(
         assert other.step.costs.simulated >= plan.step.costs.simulated * (1.0 - CLEARLY)
         assert other.certificate.objective >= plan.certificate.bound
     assert plan.certificate.demands["fix"] == {name: [value] for name, value in fix.items()}
+
+
+def test_a_solution_is_judged_in_its_fastest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[float] = []
+    best_version = JudgedSearch._best_version
+
+    def checked(search: JudgedSearch, solution: StepSolution) -> Judged:
+        best = best_version(search, solution)
+        all_versions = [solution, *versions(solution, search.demands)]
+        assert best.report.seconds == min(judge(each).report.seconds for each in all_versions)
+        judged.append(best.report.seconds / judge(solution).report.seconds)
+        return best
+
+    monkeypatch.setattr(JudgedSearch, "_best_version", checked)
+    plan = plan_of(4, fix={"pp": 2, "tp": 2}, vocab_size=50_261, num_devices=4, seq_len=1024, global_batch=3)
+    assert judged and chunks_are_uneven(plan)
 
 
 def test_what_was_proved_next_best_is_still_told_of() -> None:

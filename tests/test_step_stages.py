@@ -19,7 +19,7 @@ from planner.pipeline_ilp.posed_problem import quick_bound
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.rounds import longest_chunk
 from planner.pipeline_ilp.stage_bounds import lower_bound, memory_shortfall
-from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, solve_stages
+from planner.pipeline_ilp.stage_ilp import bound_within_memory, solve_stages
 from planner.pipeline_ilp.stage_problem import (
     Assignment,
     StageProblem,
@@ -29,6 +29,7 @@ from planner.pipeline_ilp.stage_problem import (
     fits,
     folded,
 )
+from planner.pipeline_ilp.stage_search import CUTOFF
 from tests.cells import cells
 
 

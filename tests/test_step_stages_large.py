@@ -10,7 +10,7 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
-from planner.pipeline_ilp.stage_ilp import CUTOFF, solve_stages
+from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import (
     StageProblem,
     UnitChoice,
@@ -19,6 +19,7 @@ from planner.pipeline_ilp.stage_problem import (
     fits,
     undominated,
 )
+from planner.pipeline_ilp.stage_search import CUTOFF
 from planner.pipeline_ilp.tails import shorter_tails
 from planner.solvers.linear import EFFORT_LIMIT, SECOND, LinearProgram
 from planner.solvers.solver import solve

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models.records import from_plain
 from cost_models.registrations import registrations_in_words
@@ -17,15 +17,22 @@ from planner.graph_cache.graph_json import from_plain_graph, to_plain
 from planner.graph_cache.graph_store import graph_key, keep_graph, read_graph
 from runtime.program_tools.fused_operators import register_before_asking
 
+if TYPE_CHECKING:
+    from planner.whole_step.shared_spaces import Spaces
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A graph as it is planned: with fused operators if ``fusion`` (what the pattern pass did) is not None."""
+    """A graph as it is planned: with fused operators if ``fusion`` (what the pattern pass did) is not None.
+
+    ``spaces``: what its plans on several clusters have in common (``planner.whole_step.plan_step``).
+    """
 
     graph: Graph
     fusion: FusionPlan | None
+    spaces: Spaces = field(default_factory=dict, compare=False, repr=False)
 
 
 @contextmanager
@@ -74,15 +81,21 @@ class _CachedGraph:
     facts: dict[str, dict[str, Any]]
 
 
+#: The graph that was read last, and the plain data that it was made of: further clusters plan the same object.
+_last: list[tuple[Any, PlannedGraph]] = []
+
+
 def _read(key: str) -> _CachedGraph | None:
     content = read_graph(key)
     if content is None:
         return None
     try:
-        report = content["fusion"]
-        fusion = None if report is None else from_plain(FusionPlan, report, where="fusion")
         facts = {kind: dict(answers) for kind, answers in content["facts"].items()}
-        return _CachedGraph(PlannedGraph(from_plain_graph(content["graph"]), fusion), facts)
+        plain = content["graph"], content["fusion"]
+        if not _last or _last[0][0] != plain:
+            fusion = None if plain[1] is None else from_plain(FusionPlan, plain[1], where="fusion")
+            _last[:] = [(plain, PlannedGraph(from_plain_graph(plain[0]), fusion))]
+        return _CachedGraph(_last[0][1], facts)
     except (AttributeError, KeyError, TypeError, ValueError):  # damaged: captured again
         return None
 

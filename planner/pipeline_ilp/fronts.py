@@ -40,6 +40,24 @@ class Front:
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     choices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
+    def within(self, limit: float) -> Front:
+        """The front of the same units in at most ``limit`` bytes."""
+        fits = self.sizes <= limit
+        places = self.places[fits] if self.before is not None else self.places
+        return Front(
+            self.seconds[fits], self.sizes[fits], limit, self.lost, self.before, self.slot, places, self.choices
+        )
+
+    def up_to(self, most: float) -> Front:
+        """The front without what takes more than ``most`` seconds."""
+        if not len(self.seconds) or self.seconds[-1] - self.lost <= most:
+            return self
+        last = int(np.searchsorted(self.seconds, most + self.lost, side="right"))
+        return Front(
+            self.seconds[:last], self.sizes[:last], self.limit, self.lost, self.before, self.slot,
+            self.places[:last], self.choices,
+        )  # fmt: skip
+
     def with_unit(self, slot: tuple[int, int], options: Options) -> Front:
         """The front with one more unit of ``slot`` = (chunk, run), in any of ``options`` (seconds, bytes, choice)."""
         option_seconds, option_sizes, choices = options

@@ -145,7 +145,16 @@ def _lowest_peak(run: UnitRun) -> float:
 
 
 def _choices(run: UnitRun, peak: float) -> _Choices:
-    """Seconds, bytes of state and bytes saved of the choices whose peak is at most ``peak``: the undominated ones."""
+    """Seconds, bytes of state and bytes saved of the choices whose peak is at most ``peak``: the undominated ones.
+
+    Schedules share their runs, which are asked once.
+    """
+    if peak not in run.quickest:
+        run.quickest[peak] = _undominated(run, peak)
+    return run.quickest[peak]
+
+
+def _undominated(run: UnitRun, peak: float) -> _Choices:
     rows = sorted(
         {
             (costs.forward + costs.backward, costs.state_bytes, costs.saved_bytes)

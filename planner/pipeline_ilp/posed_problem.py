@@ -6,8 +6,8 @@ import math
 
 from planner.pipeline_ilp.loads import LoadWithinMemory
 from planner.pipeline_ilp.stage_bounds import time_bounds
-from planner.pipeline_ilp.stage_ilp import Proofs
 from planner.pipeline_ilp.stage_problem import StageProblem, folded
+from planner.pipeline_ilp.stage_proofs import Proofs
 
 
 class PosedProblem:
@@ -19,7 +19,7 @@ class PosedProblem:
 
     def __init__(self, problem: StageProblem) -> None:
         self.problem = problem
-        self.proofs: Proofs = {}
+        self.proofs = Proofs()
         settled = folded(problem)
         self._bounds, self._load = time_bounds(settled), LoadWithinMemory(settled)
 

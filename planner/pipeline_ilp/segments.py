@@ -6,6 +6,7 @@ feasible if the ranks, each taking as many units as it can, reach the end of the
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -35,46 +36,70 @@ class Segments:
 class _Ranks:
     """Fronts of stretches of units on each rank, computed on demand."""
 
-    def __init__(self, problem: StageProblem, weights: DualWeights) -> None:
-        self.problem, self.weights = problem, weights
+    def __init__(self, problem: StageProblem, weights: DualWeights, most: float) -> None:
+        self.problem, self.weights, self.most = problem, weights, most
         self.held = problem.in_flight
         self.received = received(problem, weights.receive)
         self.run_of = [index for index, run in enumerate(problem.runs) for _ in range(run.count)]
-        self.peaks = sorted({choice.costs.peak_bytes for run in problem.runs for choice in run.choices})
+        self.peaks = _peaks(problem)
         kinds = list(dict.fromkeys(problem.rank_runs))
         self.kinds = [kinds.index(runs) for runs in problem.rank_runs] or [0] * problem.num_ranks
-        self.cache: dict[tuple[float, float, int, _Stretch], list[Front]] = {}
-        self.options: dict[tuple[float, bool, int, int], list[Options]] = {}
+        self.cache: dict[tuple[float, float, int, _Stretch], list[Front | None]] = {}
+        self.options: dict[tuple[float, bool, int, int], list[tuple[Options, bool]]] = {}
+        #: By unit, the least seconds of those after it that must be on its rank: all of them where there is one rank.
+        least = [min(map(weights.unit, (choice.costs for choice in problem.runs[run].choices))) for run in self.run_of]
+        self.after = [0.0] * len(least)
+        if problem.num_ranks == 1 and math.isfinite(most):
+            self.after = [*itertools.accumulate(reversed(least[1:]), initial=0.0)][::-1]
 
     def fronts(self, rank: int, stretch: _Stretch) -> list[Front]:
-        """One front for each level of peaks."""
+        """One front for each level of peaks that allows the stretch other choices than the level below it, which has
+        more room."""
+        return [front for front in self._by_level(rank, stretch) if front is not None]
+
+    def _by_level(self, rank: int, stretch: _Stretch) -> list[Front | None]:
+        """The same by level, None for those that allow nothing new."""
         held, limit = self.held[rank], self.problem.memory[rank]
         key = (held, limit, self.kinds[rank], stretch)
-        if key in self.cache:
-            return self.cache[key]
-        bounded = math.isfinite(limit)
-        levels = self.peaks if bounded else [math.inf]
-        if not stretch:
+        if key not in self.cache:
+            bounded = math.isfinite(limit)
+            levels = self.peaks if bounded else [math.inf]
             rooms = [limit * (1 + ROUNDING) - level if bounded else math.inf for level in levels]
-            fronts_by_level = [Front(np.zeros(int(room >= 0)), np.zeros(int(room >= 0)), room) for room in rooms]
-        else:
-            run, count = stretch[-1]
-            shorter = (*stretch[:-1], (run, count - 1)) if count > 1 else stretch[:-1]
-            options = self._options(rank, run, levels, bounded=bounded)
-            fronts_by_level = [
-                front.with_unit((rank, run), of_level) for front, of_level in zip(self.fronts(rank, shorter), options)
-            ]
-        self.cache[key] = fronts_by_level
-        return fronts_by_level
+            if not stretch:
+                empty = np.zeros(int(rooms[0] >= 0))
+                self.cache[key] = [Front(empty, empty, rooms[0]), *[None] * (len(levels) - 1)]
+            else:
+                self.cache[key] = self._one_more(rank, stretch, levels, rooms)
+        return self.cache[key]
 
-    def _options(self, rank: int, run: int, levels: list[float], *, bounded: bool) -> list[Options]:
-        """What a unit of a run may be on a rank, for each level of peaks."""
+    def _one_more(self, rank: int, stretch: _Stretch, levels: list[float], rooms: list[float]) -> list[Front | None]:
+        """The fronts of a stretch from those without its last unit."""
+        run, count = stretch[-1]
+        shorter = (*stretch[:-1], (run, count - 1)) if count > 1 else stretch[:-1]
+        options = self._options(rank, run, levels, bounded=math.isfinite(rooms[0]))
+        fronts: list[Front | None] = []
+        below: Front | None = None
+        most = self.most - self.after[sum(units for _, units in stretch) - 1]
+        for room, before, (choices, is_new) in zip(rooms, self._by_level(rank, shorter), options):
+            below = below if before is None else before
+            assert below is not None  # the lowest level is always there
+            if before is None and not is_new:
+                fronts.append(None)
+                continue
+            below_room = below if below.limit <= room else below.within(room)
+            fronts.append(below_room.with_unit((rank, run), choices).up_to(most))
+        return fronts
+
+    def _options(self, rank: int, run: int, levels: list[float], *, bounded: bool) -> list[tuple[Options, bool]]:
+        """What a unit of a run may be on a rank, for each level of peaks, and whether the level below had others."""
         held, choices = self.held[rank], self.problem.runs_on(rank)[run].choices
         key = (held, bounded, self.kinds[rank], run)
         if key not in self.options:
-            self.options[key] = [
+            options = [
                 options_of(choices, self.weights.unit, peak=level, held=held, bounded=bounded) for level in levels
             ]
+            is_new = [not np.array_equal(lower[2], upper[2]) for lower, upper in itertools.pairwise(options)]
+            self.options[key] = list(zip(options, (True, *is_new)))
         return self.options[key]
 
     def stretch(self, begin: int, end: int) -> _Stretch:
@@ -114,16 +139,25 @@ class _Ranks:
         return tuple(chunks)
 
 
-def cut_segments(problem: StageProblem, weights: DualWeights, *, load_bound: float) -> Segments:
+def _peaks(problem: StageProblem) -> list[float]:
+    """The levels of peaks; where one rank holds all units, those that allow each of them some choice."""
+    peaks = {choice.costs.peak_bytes for run in problem.runs for choice in run.choices}
+    lowest = [min(choice.costs.peak_bytes for choice in run.choices) for run in problem.runs]
+    floor = max(lowest) if problem.num_ranks == 1 else min(lowest)
+    return sorted(peak for peak in peaks if peak >= floor)
+
+
+def cut_segments(problem: StageProblem, weights: DualWeights, *, load_bound: float, most: float = math.inf) -> Segments:
     """The least bottleneck of a problem with one chunk a rank, conversions left out.
 
     Args:
         load_bound: a proved lower bound to search from.
+        most: seconds; a larger bottleneck may count as infinite.
 
     Returns:
-        An infinite load means that the model does not fit in memory.
+        An infinite load means that the model does not fit in memory, or not within ``most``.
     """
-    ranks = _Ranks(problem, weights)
+    ranks = _Ranks(problem, weights, most * (1 + ROUNDING))
     best = ranks.ends(LARGEST)
     if best is None:
         # loads were unlimited, and ranks that take all they can hold leave the fewest units to the others

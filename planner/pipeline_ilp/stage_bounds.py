@@ -81,6 +81,7 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
     mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
     load = max(mean, bottleneck(problem, cheapest.tolist()))
+    updated = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
     whole = 0.0, 0.0, (_NOTHING, _NOTHING)
     if in_rounds(problem):
         crossing = (
@@ -88,15 +89,14 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
             min(run.receive_backward for run in problem.runs),
         )
         load = max(load, shortest_rounds(problem, cheapest.tolist(), crossing))
-        rest = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
-        whole = float(problem.num_microbatches), rest, _filled_rounds(problem, cheapest.tolist(), crossing)
-    terms = []
-    for base, weights, first in _weightings(problem, figures):
-        total = float(np.minimum.reduceat(weights @ figures, starts) @ counts)
-        total += weights[0] * received[0] + weights[1] * received[1]
-        reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
-        terms.append((base, total + reduction))
-    return TimeBounds(load, tuple(terms), whole)
+        whole = float(problem.num_microbatches), updated, _filled_rounds(problem, cheapest.tolist(), crossing)
+    bases, weightings, first = zip(*_weightings(problem, figures))
+    weights = np.array(weightings)
+    totals = np.minimum.reduceat(weights @ figures, starts, axis=1) @ counts + weights[:, :2] @ received
+    reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices)
+    terms = zip(bases, (totals + np.where(first, reduction, 0.0)).tolist())
+    # filling and draining take no less than nothing
+    return TimeBounds(load, (*terms, (float(problem.num_microbatches), updated)), whole)
 
 
 def _filled_rounds(
@@ -138,7 +138,7 @@ def _received(problem: StageProblem) -> tuple[float, float]:
     )
 
 
-def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, Array, bool]]:
+def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, tuple[float, ...], bool]]:
     """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
 
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
@@ -164,12 +164,12 @@ def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, Arra
     if (figures[3] - figures[5] > figures[1]).any():
         hides = 1 / p + (p - 1) / (p * v)
         tails.append((hides, 1 / p, 1.0 - hides))
-    weightings = []
+    weightings: list[tuple[float, tuple[float, ...], bool]] = []
     for (forward, backward, weight), mean, (hides, sent, waits) in itertools.product(fills, (True, False), tails):
         share = times / p if mean else 0.0
         forward, backward = forward + share, backward + share - hides
         if forward >= 0 and backward >= 0:
-            weights = np.array([forward, backward, weight, sent, 1 / p, waits])
+            weights = (forward, backward, weight, sent, 1 / p, waits)
             weightings.append((0.0 if mean else times, weights, not (sent or waits)))
     return weightings
 

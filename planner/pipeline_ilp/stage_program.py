@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice
 from planner.solvers.linear import LinearProgram
+from planner.solvers.warm_relaxation import WarmRelaxation
 
 #: Scaled mean load of a rank and scaled memory limit of a rank: both stay well above the solver's tolerances.
 REFERENCE = 1000.0
@@ -74,6 +76,11 @@ class StageProgram:
     paths: set[Counts] = field(default_factory=set)
     share_rows: list[int] = field(default_factory=list)
     chunk_rows: list[int] = field(default_factory=list)
+
+    @functools.cached_property
+    def relaxation(self) -> WarmRelaxation:
+        """The program's relaxation, which is solved again as rows are added."""
+        return WarmRelaxation(self.program)
 
     def at_least(self, target: int, expression: Linear) -> None:
         """Add the row: column ``target`` ≥ expression."""

@@ -26,7 +26,6 @@ from planner.pipeline_ilp.path_rows import add_longest_path
 from planner.pipeline_ilp.ranks import Shares
 from planner.pipeline_ilp.stage_program import StageProgram
 from planner.solvers.linear import SECOND
-from planner.solvers.warm_relaxation import WarmRelaxation
 
 #: What all linear programs of one bound may take together; beyond that a stage program is solved.
 _EFFORT = 4 * SECOND
@@ -63,7 +62,7 @@ class _ShareBranching:
 
     def __init__(self, stage: StageProgram, target: float, deadline: float) -> None:
         self.stage, self.target, self.effort, self.deadline = stage, target, _EFFORT, deadline
-        self.relaxation = WarmRelaxation(stage.program)
+        self.relaxation = stage.relaxation
         self.order = itertools.count()
         self.stopped = False
 

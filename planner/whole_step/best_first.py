@@ -5,7 +5,7 @@ candidate at the top gets a tighter bound, in several stages, and returns to the
 recompute and ZeRO are solved (``planner.pipeline_ilp.stage_ilp``) it is an incumbent. Over how many data ranks ZeRO
 divides changes no sharding: once it has one a candidate becomes several, and earlier bounds hold for all. The search
 stops when the bound at the top is within the gap of the incumbent: everything below is pruned by its bound, which is
-the certificate.
+the certificate. What is pruned is left for a search with a smaller gap, which goes on from there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from typing import Any
 
 from cost_models import Cluster
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
-from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, solve_stages
-from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
+from planner.pipeline_ilp.stage_ilp import bound_within_memory, solve_stages
+from planner.pipeline_ilp.stage_search import CUTOFF
+from planner.solvers.linear import OPTIMAL, SECOND, UNPROVED
 from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate, Family, families
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS
 from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
+from planner.whole_step.limited_search import LimitedSearch
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, SearchTeller
 from planner.whole_step.search_entry import SearchEntry
@@ -52,7 +54,11 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
 
 
-class Search(CandidateProblems):
+#: Stages that bound a candidate no further than to the cutoff, by the place of the stage after them.
+CUT_OFF = (3, 6, 7)
+
+
+class Search(LimitedSearch):
     """Best-first search over all candidates of one model on one cluster."""
 
     def __init__(
@@ -64,21 +70,38 @@ class Search(CandidateProblems):
         self.shortfalls: dict[Candidate, float] = {}
         self.solutions: list[StepSolution] = []
         self.order = itertools.count()
-        self.least = float("inf")
+        #: Entries that no plan needs to be looked for in, below the cutoff that they were pruned by.
+        self.left: list[SearchEntry] = []
+        self.earlier: list[SearchEntry] | None = None
         self.finished: set[Candidate] = set()
         self.diving = False
-        self.deadline, self.status = float("inf"), OPTIMAL
-        self.time_limit = demands.seconds
-        self.max_programs = demands.programs_of(level_one.num_experts)
-        self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
         self.bounds = Bounds(level_one, demands.training)
+
+    def share_prices(self, other: CandidateProblems) -> None:
+        """Take over what ``other`` has priced, bounded and proved, for the same demands but for gap and limits."""
+        super().share_prices(other)
+        if isinstance(other, Search):
+            self.bounds = other.bounds
+
+    def go_on_from(self, other: Search) -> None:
+        """Take over all that ``other``, for the same demands but for gap and limits, has left of its candidates; prices
+        alone if it was of other candidates."""
+        self.share_prices(other)
+        if other.demands.left_out != self.demands.left_out:
+            return
+        self.earlier, self.solutions = [_redone(entry) for entry in other.left], list(other.solutions)
+        self.finished, self.shortfalls = set(other.finished), dict(other.shortfalls)
 
     def run(self) -> Outcome:
         """Search until the gap is closed, the heap is empty, or a limit is reached."""
         self.deadline = time.monotonic() + self.time_limit
-        heap = list(self._first_entries())
-        heapq.heapify(heap)
-        self._dive(heap)
+        heap: list[SearchEntry] = []
+        if self.earlier is None:
+            heap.extend(self._first_entries())
+            heapq.heapify(heap)
+            self._dive(heap)
+        else:
+            self._push(heap, self.earlier)
         while heap and heap[0].bound < self._cutoff():
             if self._is_stopped():
                 break
@@ -88,28 +111,10 @@ class Search(CandidateProblems):
             self._push(heap, self._advance(entry))
             self._tell(heap)
         self.counts["pruned by bound"] += len(heap)
+        self.left += heap
         best = self.solutions[0].seconds if self.solutions else float("inf")
-        least_open_bound = heap[0].bound if heap else float("inf")
-        bound = min(least_open_bound, self.least, best)
-        return Outcome(self.solutions, bound, self.status, self.counts, self.shortfalls)
-
-    @property
-    def num_programs(self) -> float:
-        """Integer programs that were solved; a stage program counts by its effort."""
-        return self.level_one.num_programs - self.shardings_before + self.stage_programs
-
-    def remaining(self, demands: Demands) -> Demands | None:
-        """``demands`` with what this search leaves of its limits, None if nothing is left."""
-        seconds, programs = self.deadline - time.monotonic(), self.max_programs - self.num_programs
-        return replace(demands, time_limit=seconds, max_programs=programs) if seconds > 0 and programs >= 1 else None
-
-    def _is_stopped(self) -> bool:
-        """Whether a limit is reached, which the plan reports. The clock decides nothing else."""
-        if self.status == OPTIMAL and self.num_programs >= self.max_programs:
-            self.status = EFFORT_LIMIT
-        if self.status == OPTIMAL and time.monotonic() > self.deadline:
-            self.status = TIME_LIMIT
-        return self.status != OPTIMAL
+        bound = min((entry.bound for entry in self.left), default=float("inf"))
+        return Outcome(self.solutions, min(bound, best), self.status, self.counts, self.shortfalls)
 
     def _push(self, heap: list[SearchEntry], entries: Iterable[SearchEntry]) -> None:
         for entry in entries:
@@ -117,11 +122,7 @@ class Search(CandidateProblems):
                 heapq.heappush(heap, entry)
             else:
                 self.counts["pruned by bound"] += 1
-                self._leave(entry.bound)
-
-    def _leave(self, bound: float) -> None:
-        """Record the bound of a pruned candidate; the certificate takes the minimum over all pruned."""
-        self.least = min(self.least, bound)
+                self.left.append(entry)
 
     def _dive(self, heap: list[SearchEntry]) -> None:
         """Solve a few promising candidates first, to have an incumbent to prune with; only one if a limit is reached.
@@ -149,7 +150,7 @@ class Search(CandidateProblems):
         while ready:
             entry = heapq.heappop(ready)
             if entry.bound >= self._cutoff() or (self.solutions and self._is_stopped()):
-                self._leave(entry.bound)
+                self.left.append(entry)
                 continue
             for follower in self._advance(entry):
                 heapq.heappush(heap if self._can_wait(follower) else ready, follower)
@@ -424,7 +425,7 @@ class Search(CandidateProblems):
             self._add(StepSolution(entry.candidate, entry.sharded, entry.problem, solved))
         bound = max(entry.bound, solved.bound)
         if solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff():
-            self._leave(bound)
+            self.left.append(replace(entry, bound=bound, effort=0.0))
             self.counts["pruned by bound"] += solved.assignment is None
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
@@ -442,3 +443,8 @@ class Search(CandidateProblems):
 
     def _add(self, solution: StepSolution) -> None:
         self.solutions = with_solution(self.solutions, solution)[: max(KEPT, self.demands.num_alternatives)]
+
+
+def _redone(entry: SearchEntry) -> SearchEntry:
+    """A pruned entry before the stage that pruned it, which may bound it further under a later cutoff."""
+    return replace(entry, stage=entry.stage - 1) if entry.stage in CUT_OFF else entry

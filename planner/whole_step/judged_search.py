@@ -4,6 +4,9 @@ The closed form of a step's seconds promises too much where chunks wait for one 
 chunks are uneven. A search by the closed form prunes what is slower than such a promise, and leaves out the schedules
 of which it promises most (``planner.whole_step.candidates.candidates.is_offered``), since it would solve them first and
 prove little. Once a plan is there, both are searched for what beats its simulated seconds.
+
+A solution is judged in the version that its plan would have (``planner.whole_step.result.uniform_plans``), so that the
+search prunes by what the plan takes, and not by what the solution itself does.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from cost_models.step_time import least_simulated
+from planner.pipeline_ilp.stage_problem import as_step
 from planner.whole_step.best_first import KEPT, Search
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.expert_layouts import CappedSearch
 from planner.whole_step.costs.step_prices import PIPELINE
-from planner.whole_step.offloading import within_hosts
+from planner.whole_step.offloading import fits_on_host, within_hosts
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
-from planner.whole_step.result.plan_of_solution import judge
+from planner.whole_step.result.plan_of_solution import Judged, judge
+from planner.whole_step.result.uniform_plans import versions
 from planner.whole_step.search_entry import SearchEntry
 
 #: Integer programs that the search may solve.
@@ -32,6 +38,11 @@ class JudgedSearch(CappedSearch):
         super().__init__(*arguments, limit=limit, **options)
         self.simulated: dict[Candidate, float] = {}
 
+    def go_on_from(self, other: Search) -> None:
+        """The same without the solutions, which ``limit`` leaves out until they are judged."""
+        super().go_on_from(other)
+        self.solutions = []
+
     def _cutoff(self) -> float:
         return self.limit
 
@@ -41,13 +52,24 @@ class JudgedSearch(CappedSearch):
             super()._dive(heap)
 
     def _add(self, solution: StepSolution) -> None:
-        """Keep a solution, the fastest in the simulator first."""
+        """Keep a solution, the fastest in the simulator first; what its best version takes is to be beaten."""
         solutions = with_solution(self.solutions, solution)
         if all(each is not solution for each in solutions):
             return
-        self.simulated[solution.candidate] = seconds = judge(solution).report.seconds
-        self.limit = min(self.limit, seconds * (1.0 - self.demands.gap))
+        best = self._best_version(solution)
+        self.simulated[solution.candidate] = best.report.seconds
+        # a plan's gap is of its closed form: all others are bounded as far as its own candidate is
+        self.limit = min(self.limit, max(best.report.seconds * (1.0 - self.demands.gap), solution.stages.bound))
         self.solutions = sorted(solutions, key=lambda each: self.simulated[each.candidate])[:KEPT]
+
+    def _best_version(self, solution: StepSolution) -> Judged:
+        """A solution in the version that the simulator has as the fastest, as ``judged_best`` will choose it."""
+        best = judge(solution)
+        for version in versions(solution, self.demands):
+            least = least_simulated(as_step(version.problem, version.assignment))
+            if least < best.report.seconds and fits_on_host(self, version):
+                best = min(best, judge(version), key=lambda each: each.report.seconds)
+        return best
 
 
 def left_out_schedules(search: Search) -> Demands | None:
@@ -73,5 +95,5 @@ def within_limits(search: Search) -> Demands | None:
 def judged_search(search: Search, demands: Demands, *, limit: float) -> tuple[Search, Outcome]:
     """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome."""
     after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit)
-    after.share_prices(search)
+    after.go_on_from(search)
     return after, within_hosts(after, after.run())

@@ -57,6 +57,7 @@ from planner.whole_step.result.plan_of_solution import (
     with_bound,
 )
 from planner.whole_step.result.search_progress import ANALYSING, Progress, Report
+from planner.whole_step.shared_spaces import Spaces, shared_space
 from planner.whole_step.unequal_search import check_unequal, search_of
 
 #: Objectives of ``plan_step``.
@@ -75,6 +76,7 @@ def plan_step(
     target_seconds: float | None = None,
     progress: Progress | None = None,
     write_lp: str | Path | None = None,
+    spaces: Spaces | None = None,
 ) -> Plan:
     """Decide how a training step of ``graph`` (captured at the global batch) runs on ``cluster``.
 
@@ -84,6 +86,7 @@ def plan_step(
             ``target_seconds``; ``"memory"``: the step that fits in the least memory on each device.
         progress: told how far planning is, see ``planner.whole_step.result.search_progress``.
         write_lp: where to write the plan's programs, see ``planner.whole_step.result.lp_files``.
+        spaces: what earlier plans of the same graph have in common with this one, which is added to.
 
     Raises:
         ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
@@ -91,7 +94,7 @@ def plan_step(
     check_objective(objective, target_seconds)
     check_unequal(cluster, demands, objective)
     with no_collection():
-        planner = _Planner(graph, demands, pins, progress)
+        planner = _Planner(graph, demands, pins, progress, spaces)
 
         def plan_with(each: Demands) -> Plan:
             return planner.with_demands(each).best(cluster, objective, target_seconds)
@@ -116,7 +119,12 @@ class _Planner:
     """Searches of one graph, which share what does not depend on the cluster."""
 
     def __init__(
-        self, graph: Graph, demands: Demands, pins: Mapping[str, Mapping[str, Any]] | None, progress: Progress | None
+        self,
+        graph: Graph,
+        demands: Demands,
+        pins: Mapping[str, Mapping[str, Any]] | None,
+        progress: Progress | None,
+        spaces: Spaces | None = None,
     ) -> None:
         self.demands, self.pins, self.progress = demands, dict(pins or {}), progress
         if progress is not None:
@@ -124,11 +132,16 @@ class _Planner:
         self.graph, self.fusion = graph, fuse(graph) if demands.compiled else None
         #: By id of its step, every extracted plan and its solution.
         self.solutions: dict[int, tuple[Plan, StepSolution]] = {}
-        self.pose(None)
+        self.pose(None, spaces)
 
-    def pose(self, blocks: tuple[BlockRun, ...] | None) -> None:
+    def pose(self, blocks: tuple[BlockRun, ...] | None, spaces: Spaces | None = None) -> None:
         """Set up what all searches share; ``blocks``: blocks whose copies are planned alike, None for all."""
-        self.space = ShardingSpace.of(
+        shared = None if self.pins or blocks is not None else spaces
+        self.space, self.step_units = shared_space(shared, self.demands, lambda: self.posed(blocks))
+
+    def posed(self, blocks: tuple[BlockRun, ...] | None) -> tuple[ShardingSpace, StepUnits]:
+        """The space of all shardings, and what is saved of every unit."""
+        space = ShardingSpace.of(
             self.graph,
             fusion=self.fusion,
             pins=self.pins,
@@ -136,11 +149,10 @@ class _Planner:
             solver=self.demands.solver,
             overlap_tensor=self.demands.overlap_tensor,
         )
-        self.step_units = StepUnits.of(
-            self.space, compiled=self.demands.compiled, offload=self.demands.offloads_activations
-        )
+        step_units = StepUnits.of(space, compiled=self.demands.compiled, offload=self.demands.offloads_activations)
         if self.demands.fixed.get("recompute") == {CHUNKED_LOSS}:
-            self.space.unconverted = self.step_units.logits  # what is demanded must be possible
+            space.unconverted = step_units.logits  # what is demanded must be possible
+        return space, step_units
 
     def with_demands(self, demands: Demands) -> _Planner:
         """The same for demands that differ in what is on the hosts; solutions are recorded here, too."""
@@ -173,7 +185,7 @@ class _Planner:
         level_one = level_one or level_one_of(cluster, self.space, self.step_units)
         search = search_of(level_one, cluster, demands, progress=self.progress)
         if before is not None:
-            search.share_prices(before)
+            search.go_on_from(before)
         outcome = within_hosts(search, search.run())
         if outcome.solutions or (rest := left_out_schedules(search)) is None:
             return search, outcome

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planner.pipeline_ilp.stage_ilp import Proofs
 from planner.pipeline_ilp.stage_problem import StageProblem
+from planner.pipeline_ilp.stage_proofs import Proofs
 from planner.whole_step.candidates.candidates import Candidate, Family
 from planner.whole_step.costs.level_one import Sharded
 
@@ -26,7 +26,7 @@ class SearchEntry:
     effort: float = 0.0
     #: Where the entry stands for all candidates of a family.
     family: Family | None = None
-    proofs: Proofs = field(default_factory=dict)
+    proofs: Proofs = field(default_factory=Proofs)
 
     def __lt__(self, other: SearchEntry) -> bool:
         # not by tuples, as ``order=True`` compares: a search compares a hundred thousand times

@@ -94,6 +94,10 @@ class UnequalSearch(Search):
         if isinstance(other, UnequalSearch):
             self._repriced = other._repriced
 
+    def go_on_from(self, other: Search) -> None:
+        """Take over what is priced and proved alone: further shardings are of candidates that are bounded anew."""
+        self.share_prices(other)
+
     def run(self) -> Outcome:
         """Search, then try further shardings where bounds of all shardings leave room, and state the least of these."""
         outcome = super().run()

@@ -18,8 +18,8 @@ from cost_models.step_time import step_memory, step_seconds
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from planner.pipeline_ilp.cuts import greedy_partition, partition
-from planner.pipeline_ilp.stage_ilp import StageSolution
 from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, as_step, fits
+from planner.pipeline_ilp.stage_search import StageSolution
 from planner.sharding_ilp.role_restrictions import alike
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import Candidate, candidates

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
-from planner.pipeline_ilp.stage_ilp import StageSolution, solve_stages
+from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import StageProblem
+from planner.pipeline_ilp.stage_search import StageSolution
 from planner.solvers.linear import SECOND
 from planner.whole_step.best_first import BYTE_WEIGHTS, Search
 from planner.whole_step.candidates.candidates import Candidate, candidates

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from planner.pipeline_ilp.stage_ilp import StageSolution
 from planner.pipeline_ilp.stage_problem import Assignment, StageProblem
+from planner.pipeline_ilp.stage_search import StageSolution
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.costs.level_one import Sharded
 

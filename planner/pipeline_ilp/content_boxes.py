@@ -1,0 +1,160 @@
+r"""One chunk a rank and one long run: the best assignment by branch and bound over boxes of the step's largest figures.
+
+A content of a rank (``rank_contents``) has a load ℓ, a part φ of the fill, a communication s and a backward pass h of
+the last micro-batch, and an update u. The step of contents c(r), one for each rank, is at least
+
+    M·L + Σ_r φ(c(r)) + T + U,     L = max_r ℓ(c(r)),  U = max_r u(c(r)),
+                                   T = max(0, max_r (s(c(r)) - h(c(r)) - Σ_{r'<r} h(c(r'))), the first unit's reduction)
+
+where M = m, or m - 1 under a whole backward pass of several ranks. In a box of what L, U and T may be, contents above
+it are out, and ranks hang together by how many units they hold alone: a table over these, rank by rank, has the least
+sum of φ, which with the lower corner of the box is a bound. (Of ranks before r, h counts with the most that any content
+in the box has.) The table's assignment is one to offer. Boxes are halved where that costs most, least bound first. The
+program's relaxation mixes contents, and branching on it takes thousands of nodes where this takes a hundred boxes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from cost_models.schedules import SCHEDULES
+from planner.pipeline_ilp.rank_contents import FILL, HIDES, LOAD, SENT, UPDATE, Array, Contents
+from planner.pipeline_ilp.ranks import main_run
+from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
+
+#: Boxes that are looked at.
+_MOST = 2_000
+#: A tail is not halved below this share of the limit.
+_NARROW = 1e-5
+
+
+class _Box(NamedTuple):
+    """From and up to which values of L and U (their places among all), and seconds of T."""
+
+    loads: tuple[int, int]
+    updates: tuple[int, int]
+    tails: tuple[float, float]
+
+
+class ContentBoxes:
+    """Boxes of one problem, whose contents by rank are ``ranks``."""
+
+    def __init__(self, problem: StageProblem, ranks: list[list[Contents]]) -> None:
+        run = main_run(problem)
+        assert run is not None  # others have no contents
+        self.problem, self.ranks, self.run, self.count = problem, ranks, run, problem.runs[run].count
+        whole = not SCHEDULES[problem.schedule].splits_backward
+        self.times = problem.num_microbatches - (whole and problem.num_ranks > 1)
+        first = min(choice.costs.reduce_step for choice in problem.runs_on(problem.ranks[0])[0].choices)
+        #: What waits after a whole backward pass is among the fill, and may cover the first reduction.
+        self.first = 0.0 if whole else first
+        figures = np.concatenate([contents.figures for rank in ranks for contents in rank] or [np.zeros((0, 5))])
+        self.loads, self.updates = np.unique(figures[:, LOAD]), np.unique(figures[:, UPDATE])
+        self.longest_tail = float((figures[:, SENT] - figures[:, HIDES]).max(initial=0.0))
+
+    def bound(self, offer: Callable[[Assignment], object], target: Callable[[], float]) -> float:
+        """A lower bound of all assignments of these contents, at least ``target`` unless boxes run out.
+
+        Args:
+            offer: told of every assignment on the way.
+            target: seconds down to which nothing needs to be looked for; asked again after every offer.
+        """
+        if not all(self.ranks):
+            return math.inf
+        order = itertools.count()
+        whole = _Box((0, len(self.loads) - 1), (0, len(self.updates) - 1), (0.0, self.longest_tail))
+        heap: list[tuple[float, int, _Box]] = []
+        least, boxes = math.inf, [(0.0, whole)]
+        for _ in range(_MOST):
+            for above, box in boxes:
+                bound = max(above, self._bounded(box, offer))
+                heapq.heappush(heap, (bound, next(order), box))
+            if not heap or heap[0][0] >= target():
+                break
+            above, _, box = heapq.heappop(heap)
+            boxes = [(above, half) for half in self._halves(box, _NARROW * target())]
+            if not boxes:
+                least = min(least, above)
+        else:
+            least = min([least, *(above for above, _ in boxes)])
+        return min([least, *(bound for bound, _, _ in heap)])
+
+    def _bounded(self, box: _Box, offer: Callable[[Assignment], object]) -> float:
+        """The bound of a box, infinite if it has no assignment."""
+        longest_load = float(self.loads[box.loads[1]])
+        chosen = self._least_fill(longest_load, float(self.updates[box.updates[1]]), box.tails[1])
+        if chosen is None:
+            return math.inf
+        fill, assignment = chosen
+        offer(assignment)
+        tail = max(box.tails[0], self.first)
+        return self.times * float(self.loads[box.loads[0]]) + fill + tail + float(self.updates[box.updates[0]])
+
+    def _least_fill(self, load: float, update: float, tail: float) -> tuple[float, Assignment] | None:
+        """The least sum of φ over ranks whose contents are within a box, and the assignment that has it."""
+        sums = [np.full(self.count + 1, math.inf)]
+        sums[0][0] = 0.0
+        best: list[list[tuple[Contents, int, float]]] = []
+        hidden_before = 0.0
+        for rank in self.ranks:
+            after, most_hidden, of_rank = np.full(self.count + 1, math.inf), 0.0, []
+            for contents in rank:
+                content = _least_content(contents.figures, load, update, tail + hidden_before)
+                if content is None:
+                    continue
+                place, hidden = content
+                fill = float(contents.figures[place, FILL])
+                most_hidden = max(most_hidden, hidden)
+                of_rank.append((contents, place, fill))
+                before = sums[-1][: self.count + 1 - contents.units]
+                np.minimum(after[contents.units :], before + fill, out=after[contents.units :])
+            hidden_before += most_hidden
+            sums.append(after)
+            best.append(of_rank)
+        total = float(sums[-1][self.count])
+        return None if math.isinf(total) else (total, self._assignment(sums, best))
+
+    def _assignment(self, sums: list[Array], best: list[list[tuple[Contents, int, float]]]) -> Assignment:
+        units, chunks = self.count, []
+        for before, after, of_rank in reversed(list(zip(sums, sums[1:], best))):
+            for contents, place, fill in of_rank:
+                if contents.units <= units and before[units - contents.units] + fill == after[units]:
+                    chunks.append(contents.groups(place, self.run))
+                    units -= contents.units
+                    break
+        return tuple(reversed(chunks))
+
+    def _halves(self, box: _Box, narrow: float) -> list[_Box]:
+        """The box in two, where that may raise the bound most; none if it is as narrow as can be."""
+        (first, last), (low, high), (short, long) = box
+        widths = (
+            self.times * float(self.loads[last] - self.loads[first]),
+            float(self.updates[high] - self.updates[low]),
+            long - short if long - short > narrow else 0.0,
+        )
+        if not any(widths):
+            return []
+        if widths[0] == max(widths):
+            middle = (first + last) // 2
+            return [box._replace(loads=(first, middle)), box._replace(loads=(middle + 1, last))]
+        if widths[1] == max(widths):
+            middle = (low + high) // 2
+            return [box._replace(updates=(low, middle)), box._replace(updates=(middle + 1, high))]
+        half = (short + long) / 2
+        return [box._replace(tails=(short, half)), box._replace(tails=(half, long))]
+
+
+def _least_content(figures: Array, load: float, update: float, tail: float) -> tuple[int, float] | None:
+    """The place of the content of least φ within a box, and the longest backward pass of those within it."""
+    within = (figures[:, LOAD] <= load) & (figures[:, UPDATE] <= update)
+    within &= figures[:, SENT] - figures[:, HIDES] <= tail * (1.0 + ROUNDING)
+    places = np.flatnonzero(within)
+    if not len(places):
+        return None
+    return int(places[figures[places, FILL].argmin()]), float(figures[places, HIDES].max())
