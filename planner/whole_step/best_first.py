@@ -259,15 +259,11 @@ class Search(LimitedSearch):
             if recompute == float("inf"):
                 self._lacks(candidate, self.bounds.missing)
                 continue
-            beside = recompute + self._least_of_gradients(candidate)
+            beside = recompute
+            if not self.cluster.has_unequal_devices:  # of which a stage may have faster ones
+                beside += self.bounds.gradients(candidate, self.links_on(candidate.layout).axes)
             bound = self.step_bound(candidate, self.bounds.whole(candidate.cut) + beside)
             yield SearchEntry(bound, next(self.order), candidate, beside=beside)
-
-    def _least_of_gradients(self, candidate: Candidate) -> float:
-        """Seconds of a micro-batch's passes over its gradients, where all stages have the same devices; else 0."""
-        if self.cluster.has_unequal_devices:
-            return 0.0
-        return self.bounds.gradients(candidate, self.links_on(candidate.layout).axes)
 
     def _is_possible(self, candidate: Candidate) -> bool:
         """Whether the cut divides the model and its least bytes fit."""
@@ -320,14 +316,17 @@ class Search(LimitedSearch):
         yield self._next(entry, self._bound(entry, self.bounds.scaled(entry.candidate.cut)))
 
     def _gather(self, entry: SearchEntry) -> Iterator[SearchEntry]:
-        """Bound by the communication stream: what ZeRO must gather and reduce in every micro-batch to fit in memory."""
+        """Bound by what ZeRO must gather, lay out and reduce in every micro-batch to fit in memory."""
         candidate = entry.candidate
         links = {layout: self.links_on(layout) for layout in self.zero_layouts(candidate.layout)}
-        seconds = self.bounds.zero(candidate, links, self.memory, self.setting(candidate).zero)
+        seconds, unpacking = self.bounds.zero(candidate, links, self.memory, self.setting(candidate).zero)
         if seconds == float("inf"):
             self._lacks(candidate, self.bounds.missing)
             return
-        yield self._next(entry, seconds * candidate.num_microbatches / candidate.layout.pipeline)
+        communicating = seconds * candidate.num_microbatches / candidate.layout.pipeline
+        beside = entry.beside + (0.0 if self.cluster.has_unequal_devices else unpacking)
+        computing = self.step_bound(candidate, self.bounds.scaled(candidate.cut) + beside)
+        yield self._next(entry, max(communicating, computing), beside=beside)
 
     def _bound_by_axis(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         again = self._bound(entry, self.bounds.scaled(entry.candidate.cut))

@@ -24,7 +24,7 @@ from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, divisors
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.level_one import LevelOne, Sharded
-from planner.whole_step.costs.parameter_passes import least_gradient_bytes
+from planner.whole_step.costs.parameter_passes import LEAST_UNPACKED, least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
 
@@ -75,6 +75,15 @@ class _Least:
     peak: float
 
 
+@dataclass(frozen=True)
+class _ZeroCosts:
+    """Of one ZeRO stage: bytes held, and seconds of a micro-batch on the communication streams and in copies."""
+
+    held: float
+    communication: float
+    unpacking: float
+
+
 class Bounds:
     """Lower bounds of the candidates of one search, cached by cut.
 
@@ -87,7 +96,7 @@ class Bounds:
         #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
         self.conversions: defaultdict[int, PricedCuts] = defaultdict(PricedCuts)
         self.impossible: set[Cut] = set()
-        self._zero: dict[MeshLayout, tuple[tuple[float, float], ...]] = {}
+        self._zero: dict[MeshLayout, tuple[list[tuple[float, float]], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
         self._experts: dict[Cut, float] = {}
         #: Lower bound of each device's memory shortfall in bytes, set when no recompute policy or ZeRO stage fits.
@@ -120,8 +129,9 @@ class Bounds:
 
     def zero(
         self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
-    ) -> float:
-        """Lower bound of ZeRO's seconds for one micro-batch, on the communication streams of all ranks together.
+    ) -> tuple[float, float]:
+        """Lower bounds of ZeRO's seconds for one micro-batch, over all ranks together: of communication streams, and of
+        laying out what was gathered, which adds to every bound of the rest.
 
         State must fit beside the least activations. A relaxation: fractions of layers take each stage over each group
         of ``links`` (layouts that differ in ``zero_ranks``), those that free most bytes a second first (as in
@@ -133,28 +143,26 @@ class Bounds:
         ways = layout.context * layout.tensor * layout.expert
         activations = max(least.saved, least.peak) / ways
         if layout not in self._zero:
-            self._zero[layout] = tuple(self._zero_costs(candidate, links, stages))
-        hull = _hull([(held, seconds) for held, seconds in self._zero[layout]])
+            costs = tuple(self._zero_costs(candidate, links, stages))
+            self._zero[layout] = tuple(
+                _hull([(cost.held, seconds) for cost, seconds in zip(costs, of_stream)])
+                for of_stream in ([cost.communication for cost in costs], [cost.unpacking for cost in costs])
+            )
         room = memory * layout.pipeline - activations
-        if room >= hull[0][0]:
-            return hull[0][1]
-        for (most, less), (fewer, more) in pairwise(hull):
-            if room >= fewer:
-                return less + (more - less) * (most - room) / (most - fewer)
-        if room < hull[-1][0] * (1 - ROUNDING):
-            self.missing = (hull[-1][0] - room) / layout.pipeline
-            return math.inf
-        return hull[-1][1]
+        communication, unpacking = (_least_within(room, hull) for hull in self._zero[layout])
+        if communication == math.inf:
+            self.missing = (self._zero[layout][0][-1][0] - room) / layout.pipeline
+        return communication, unpacking
 
     def _zero_costs(
         self, candidate: Candidate, links_of: Mapping[MeshLayout, Links], stages: Collection[int]
-    ) -> Iterator[tuple[float, float]]:
-        """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage over every group."""
+    ) -> Iterator[_ZeroCosts]:
+        """Costs of the whole model, over one pipeline, at every ZeRO stage over every group."""
         sharded = self.level_one.alone(Cut(candidate.cut.pieces))
         assert sharded is not None  # the candidate has been bounded by it
         stages = stages if candidate.layout.group > 1 else (0,)
         for (layout, links), stage in itertools.product(links_of.items(), stages):
-            held = seconds = 0.0
+            held = seconds = unpacking = 0.0
             for figures in sharded.figures:
                 gathered, reduced = [0.0, 0.0], [0.0, 0.0]  # of experts on an axis of their own, behind the rest
                 for weight in figures.weights:
@@ -179,7 +187,10 @@ class Bounds:
                     if stage >= 2:
                         reduce = prices.collective_seconds("reduce_scatter", num_bytes=reduced[group], axis=DATA)
                         seconds += figures.unit.count * reduce
-            yield held, seconds
+                if stage == 3:
+                    copied = LEAST_UNPACKED * sum(gathered)  # whole at least, forward and backward
+                    unpacking += figures.unit.count * 2 * _copying(copied, links.axes)
+            yield _ZeroCosts(held, seconds, unpacking)
 
     def recompute(self, candidate: Candidate, memory: float) -> float:
         """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device.
@@ -216,13 +227,9 @@ class Bounds:
             assert sharded is not None  # the candidate has been bounded by it
             self._gradients[key] = sum(
                 figures.unit.count
-                * prices.compute_seconds(
-                    flops=0.0,
-                    num_bytes=least_gradient_bytes(
-                        figures, layout, self.training, num_microbatches=candidate.num_microbatches
-                    ),
-                    dtype="float32",
-                    kind="list_copy",
+                * _copying(
+                    least_gradient_bytes(figures, layout, self.training, num_microbatches=candidate.num_microbatches),
+                    prices,
                 )
                 for figures in sharded.figures
             )
@@ -360,6 +367,20 @@ class Bounds:
             if cut.context > 1:
                 self.conversions[1].add(cut, sharded.between)
         return seconds
+
+
+def _copying(num_bytes: float, prices: CostModel) -> float:
+    return prices.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="list_copy")
+
+
+def _least_within(room: float, hull: list[tuple[float, float]]) -> float:
+    """The least cost at which no more than ``room`` bytes are held; infinite if there is none."""
+    if room >= hull[0][0]:
+        return hull[0][1]
+    for (most, less), (fewer, more) in pairwise(hull):
+        if room >= fewer:
+            return less + (more - less) * (most - room) / (most - fewer)
+    return math.inf if room < hull[-1][0] * (1 - ROUNDING) else hull[-1][1]
 
 
 def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

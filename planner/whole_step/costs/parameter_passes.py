@@ -13,6 +13,9 @@ from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.unit_figures import UnitFigures
 
+#: How often ``unpacking_bytes`` passes over what is laid out whole, at least.
+LEAST_UNPACKED = 2
+
 
 @dataclass(frozen=True)
 class ParameterBytes:
@@ -45,7 +48,7 @@ def gradient_bytes(parameters: ParameterBytes, stage: int, *, group: int, num_mi
 
 def unpacking_bytes(parameters: ParameterBytes, *, group: int) -> float:
     """Bytes of casting a rank's pieces, and of laying out whole what has been gathered of them."""
-    return (parameters.updated + parameters.whole) / group + 2 * parameters.whole
+    return (parameters.updated + parameters.whole) / group + LEAST_UNPACKED * parameters.whole
 
 
 def casting_bytes(parameters: ParameterBytes) -> float:
