@@ -61,4 +61,7 @@ def test_a_verified_type_is_no_longer_one_that_was_not_captured() -> None:
 def test_reasons_of_the_model_are_told_from_others() -> None:
     assert model_reason("ImportError: TimmBackbone requires the timm library but") is not None
     assert model_reason("ValueError: LightGlue is not trainable, no labels should be provided.") is not None
+    assert model_reason(
+        "CaptureError: in module '': forward draws a number and reads it in Python, where it decides what"
+    )
     assert model_reason("RuntimeError: mat1 and mat2 shapes cannot be multiplied") is None

@@ -149,6 +149,10 @@ class ValueReads:
         """Whether inputs, buffers and constants decide what a tensor is, so that reading it is no error."""
         return self._subgraphs is not None and self._subgraphs.is_settled(tensor)
 
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor holds numbers drawn from [0, 1)."""
+        return self._subgraphs is not None and self._subgraphs.is_drawn(tensor)
+
     def check(self, flag: torch.Tensor) -> tuple[bool, str] | None:
         """What ``flag`` has to be for the program to do what the model does, and the error if it is not.
 

@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.computed_indices import look_up
+from passes.capture.drawn_numbers import read_drawn_number
 from passes.capture.numbers_as_places import IndexNumbers
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
@@ -92,6 +93,9 @@ class WatchedForward(TorchFunctionMode):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], _joined(args[1]), *args[2:])
+        drawn = read_drawn_number(self._reads, name, args)
+        if drawn is not None:
+            return drawn
         number = self._index_numbers.read(name, args)
         if number is not None:
             return number

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from passes.shard import Compute, Convert, Local, Repeat
 from passes.shard.operations import Operation
-
-#: Each loop over copies of a block, by identity, with the locals that get a gradient in every copy.
-LocalsOfCopies = Mapping[int, tuple[frozenset[Local], ...]]
 
 
 @dataclass
