@@ -27,7 +27,7 @@ class IndexNumbers:
         """What ``item`` gives of an integer that no values of the example decide; None for other calls.
 
         Raises:
-            NumberOfTensor: for ``int(tensor)``.
+            NeedsAnotherTrace: for ``int(tensor)``.
         """
         if name not in ("item", "__int__") or args[0].numel() != 1 or args[0].dtype not in INTEGERS:
             return None

@@ -10,58 +10,21 @@ import ast
 import builtins
 import contextlib
 import linecache
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from passes.capture.another_trace import NeedsAnotherTrace
 from passes.capture.ordered_sets import AsBase
-from passes.capture.picked_rows import PickedRows
 from passes.capture.tracing_errors import innermost_frame_of_model, is_of_the_model
-from passes.ir.errors import CaptureError
 from passes.torch_compat.index_numbers import IndexNumber
-
-_Trace = TypeVar("_Trace")
-#: The global names of a file, and the builtin among them.
-_Place = tuple[dict[str, Any], str]
-
-
-class NumberOfTensor(CaptureError):
-    """``int(tensor)`` or ``float(tensor)`` in a file whose builtin can be another one.
-
-    Attributes:
-        place: the global names of that file, and the builtin's name.
-    """
-
-    def __init__(self, refusal: Exception, place: _Place) -> None:
-        super().__init__(str(refusal))
-        self.place = place
 
 
 def with_builtin(name: str, refusal: Exception) -> Exception:
     """``refusal``, which asks for another trace if the line that is running now can have another builtin."""
     namespace = _namespace_with(name)
-    return refusal if namespace is None else NumberOfTensor(refusal, (namespace, name))
-
-
-def with_numbers_of_tensors(trace: Callable[[PickedRows], _Trace], picked: PickedRows) -> _Trace:
-    """What ``trace`` gives, with other builtins in the files of the model that need them.
-
-    Args:
-        trace: traces a copy of the model, with these numbers of picked rows.
-    """
-    places: list[_Place] = []
-    while True:
-        again = picked.fresh()
-        try:
-            with _replaced(places):
-                return trace(picked)
-        except CaptureError as error:
-            place = _place_of(error)
-            if place is None:
-                raise
-            places.append(place)
-        picked = again
+    return refusal if namespace is None else NeedsAnotherTrace(refusal, lambda: _replaced(namespace, name))
 
 
 class _Int(int, metaclass=AsBase):
@@ -86,21 +49,12 @@ _REPLACEMENTS = {"int": _Int, "float": _Float}
 
 
 @contextlib.contextmanager
-def _replaced(places: Sequence[_Place]) -> Iterator[None]:
-    for namespace, name in places:
-        namespace[name] = _REPLACEMENTS[name]
+def _replaced(namespace: dict[str, Any], name: str) -> Iterator[None]:
+    namespace[name] = _REPLACEMENTS[name]
     try:
         yield
     finally:
-        for namespace, name in places:
-            namespace.pop(name, None)
-
-
-def _place_of(error: BaseException | None) -> _Place | None:
-    """The global names that an error of tracing asks for another builtin in."""
-    while error is not None and not isinstance(error, NumberOfTensor):
-        error = error.__cause__
-    return None if error is None else error.place
+        namespace.pop(name, None)
 
 
 def _namespace_with(name: str) -> dict[str, Any] | None:

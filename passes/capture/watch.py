@@ -14,6 +14,7 @@ from passes.capture.drawn_numbers import read_drawn_number
 from passes.capture.numbers_as_places import IndexNumbers
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
+from passes.capture.selected_branches import with_selection
 from passes.capture.strided_views import StridedViews
 from passes.capture.value_free_forms import call_without_values
 from passes.capture.value_reads import ValueReads
@@ -110,6 +111,9 @@ class WatchedForward(TorchFunctionMode):
             if check is not None:
                 self._reads.checks.append((args[0].clone(), *check))
                 return check[0]
+            refusal = self._reads.refusal_to_read(args[0])
+            if refusal is not None:
+                raise with_selection(refusal)
         if func in _EQUAL and len(args) == 2:
             equal = self._reads.equal(*args)
             if equal is not None:
