@@ -34,9 +34,8 @@ class Range(nn.Module):
             self.high = torch.max(self.high, high)
         else:
             self.low = self.low * self.momentum + low * (1 - self.momentum)
-            self.high *= self.momentum
-            self.high += high * (1 - self.momentum)
-            self.calls += 1
+            self.high = self.high * self.momentum + high * (1 - self.momentum)
+            self.calls = self.calls + 1
         return x / (self.high - self.low)
 
 
@@ -133,6 +132,20 @@ class WritesInPlace(Branching):
         return x
 
 
+class AddsInPlace(Branching):
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean() < 0:
+            self.seen += 1
+        return x
+
+
+class CallsInCondition(Branching):
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean() < 0 and self.note(x).mean() < 0:
+            self.seen = self.seen + 1
+        return x
+
+
 class OneNameAlone(Branching):
     def branch(self, x: torch.Tensor) -> torch.Tensor:
         if x.mean() < 0:
@@ -174,6 +187,8 @@ class Nested(Branching):
         (CallsOwnMethod, "a branch calls note"),
         (Draws, "a branch calls rand_like"),
         (WritesInPlace, "a branch calls add_"),
+        (AddsInPlace, "control flow depends on a value, which depends on the parameter"),
+        (CallsInCondition, "a branch calls note"),
         (OneNameAlone, "assign a name in one of them alone"),
         (OtherNumber, "assign something other than tensors"),
         (Returns, "control flow depends on a value, which depends on the parameter"),

@@ -79,13 +79,11 @@ def _targets(statements: Sequence[ast.stmt]) -> list[ast.expr] | None:
                 own: list[ast.expr] | None = []
             case ast.Assign(targets=[ast.Name() | ast.Attribute(value=ast.Name()) as target]):
                 own = [target]
-            case ast.AugAssign(target=ast.Attribute(value=ast.Name()) as target):
-                own = [target]
             case ast.If():
                 own = _targets((*each.body, *each.orelse))
             case _:
                 own = None
-        if own is None:
+        if own is None or any(isinstance(part, ast.NamedExpr) for part in ast.walk(each)):
             return None
         targets.update((ast.unparse(target), target) for target in own)
     return list(targets.values())
@@ -129,18 +127,19 @@ def _place_at(statement: ast.stmt, node: ast.If) -> None:
 
 
 def _condition(test: ast.expr) -> str:
-    """A condition of which every operand is asked, where it is a tensor."""
+    """A condition whose operands are all asked where they are tensors; those behind the first call no model's code."""
     match test:
-        case ast.BoolOp(op=op, values=values):
+        case ast.BoolOp(op=op, values=[first, *others]):
             name = "all_of" if isinstance(op, ast.And) else "any_of"
-            return f"{HELPER}.{name}({', '.join(f'lambda: {_condition(each)}' for each in values)})"
+            operands = [first, *(_InBranches().visit(copy.deepcopy(each)) for each in others)]
+            return f"{HELPER}.{name}({', '.join(f'lambda: {_condition(each)}' for each in operands)})"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return f"{HELPER}.opposite({_condition(operand)})"
     return f"({ast.unparse(test)})"
 
 
 class _InBranches(ast.NodeTransformer):
-    """Calls that have to change nothing, and attributes that are replaced instead of written to."""
+    """Calls that have to change nothing: they run where the model itself would not call."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = self.generic_visit(node)
@@ -148,14 +147,3 @@ class _InBranches(ast.NodeTransformer):
         called.args.insert(0, called.func)
         called.func = ast.Attribute(ast.Name(HELPER, ast.Load()), "called", ast.Load())
         return called
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        read = copy.deepcopy(node.target)
-        read.ctx = ast.Load()
-        value = self.visit(node.value)
-        return ast.Assign(targets=[node.target], value=ast.BinOp(left=read, op=node.op, right=value))
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        node.body = [self.visit(each) for each in node.body]
-        node.orelse = [self.visit(each) for each in node.orelse]
-        return node

@@ -9,7 +9,6 @@ not taken could turn it to NaN, so that is refused, as is what draws or changes 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any
@@ -46,7 +45,9 @@ def _functions(frame: FrameType) -> Iterator[FunctionType]:
     owner = frame.f_locals.get(arguments[0]) if arguments else None
     spaces = [getattr(owner, "__dict__", {}), *(vars(kind) for kind in type(owner).__mro__), frame.f_globals]
     for space in spaces:
-        function = inspect.unwrap(getattr(space.get(name), "__func__", space.get(name)))
+        function: Any = getattr(space.get(name), "__func__", space.get(name))
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
         if isinstance(function, FunctionType):
             yield function
 

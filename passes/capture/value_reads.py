@@ -191,7 +191,10 @@ class ValueReads:
             place = describe_stack(self._modules)
             if not self._whole:
                 raise NotRepeated(place)
-            reason = f"two tensors are equal, and the program has no branch for that, at {place}"
+            reason = (
+                f"two tensors are equal, and the program has no branch for that, at {place}: begin with weights that "
+                "make them differ (train the first step on one device)"
+            )
             self.checks.append(((first.detach() == second.detach()).all(), False, reason))
         return alike
 
