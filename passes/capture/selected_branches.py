@@ -18,7 +18,7 @@ import torch
 from passes.capture.another_trace import NeedsAnotherTrace
 from passes.capture.branch_rewriting import HELPER, rewritten
 from passes.capture.tracing_errors import innermost_frame_of_model, is_of_the_model
-from passes.ir.errors import CaptureError
+from passes.ir.errors import CaptureError, MissingValues
 
 _BUILTINS = (abs, bool, float, int, len, max, min, round, sum)
 _DRAWING = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "cauchy", "geometric")
@@ -29,14 +29,15 @@ class Unset:
     """Stands for a name or an attribute without a value."""
 
 
-def with_selection(refusal: Exception) -> Exception:
-    """``refusal``, which asks for another trace if the line that is running now is an ``if`` that can be rewritten."""
+def with_selection(refusal: CaptureError) -> NeedsAnotherTrace | None:
+    """Another trace for one that was refused, if the line that is running now is an ``if`` that can be rewritten."""
     frame = innermost_frame_of_model()
-    if frame is None or not is_of_the_model(frame.f_code.co_filename) or HELPER in frame.f_code.co_names:
-        return refusal
+    if frame is None or isinstance(refusal, MissingValues) or not is_of_the_model(frame.f_code.co_filename):
+        return None
+    is_rewritten = HELPER in frame.f_code.co_names
     functions = [function for function in _functions(frame) if function.__code__ is frame.f_code]
-    other = rewritten(frame.f_code, frame.f_lineno) if functions else None
-    return refusal if other is None else NeedsAnotherTrace(refusal, lambda: _replaced(functions, other))
+    other = rewritten(frame.f_code, frame.f_lineno) if functions and not is_rewritten else None
+    return None if other is None else NeedsAnotherTrace(refusal, lambda: _replaced(functions, other))
 
 
 def _functions(frame: FrameType) -> Iterator[FunctionType]:

@@ -111,9 +111,6 @@ class WatchedForward(TorchFunctionMode):
             if check is not None:
                 self._reads.checks.append((args[0].clone(), *check))
                 return check[0]
-            refusal = self._reads.refusal_to_read(args[0])
-            if refusal is not None:
-                raise with_selection(refusal)
         if func in _EQUAL and len(args) == 2:
             equal = self._reads.equal(*args)
             if equal is not None:
@@ -130,7 +127,13 @@ class WatchedForward(TorchFunctionMode):
         places = self._reads.picked.rows_of(name, args[0] if args else None)
         if places is not None:
             return places
-        result = _array(args[0]) if func in _AS_ARRAY else func(*args, **(kwargs or {}))
+        try:
+            result = _array(args[0]) if func in _AS_ARRAY else func(*args, **(kwargs or {}))
+        except CaptureError as refusal:
+            need = with_selection(refusal) if name == "__bool__" else None
+            if need is None:
+                raise
+            raise need from refusal
         self._reads.picked.note(name, args[0] if args else None, result)
         self._follow_targets(name, args, result, self._reads.readings_since(num_entries))
         if isinstance(result, torch.Tensor):
