@@ -12,12 +12,6 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"takes labels, and its forward reads them nowhere", "takes labels, which its forward reads nowhere: no loss"),
     (r"draws a number and reads it in Python, where it decides",
      "decides by a number drawn on the host what each call computes"),
-    (r"two tensors are equal, and the program has no branch for that",
-     "takes another branch at its initial weights, where two tensors that it compares are equal"),
-    (r"Tensor\.backward inside of forward would be lost",
-     "calls Tensor.backward in the backward of its own function: gradients that no graph holds"),
-    (r"= torch\.unique\(.*the shape of a result depends on a value",
-     "goes in Python through the distinct rows of what weights decide, as many as there are"),
     (r"ForCausalLMLoss\(\) missing 1 required positional argument", "transformers calls a loss of another kind for it"),
 )  # fmt: skip
 
