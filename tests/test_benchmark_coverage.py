@@ -58,7 +58,26 @@ def test_a_verified_type_is_no_longer_one_that_was_not_captured() -> None:
     assert set(ROWS["detr"].updated({"eager": PASSED, "verify": VERIFIED}).outcomes) == {"eager", "verify"}
 
 
-def test_reasons_of_the_model_are_told_from_others() -> None:
-    assert model_reason("ImportError: TimmBackbone requires the timm library but") is not None
-    assert model_reason("ValueError: LightGlue is not trainable, no labels should be provided.") is not None
-    assert model_reason("RuntimeError: mat1 and mat2 shapes cannot be multiplied") is None
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "ImportError: TimmBackbone requires the timm library but",
+        "ValueError: LightGlue is not trainable, no labels should be provided.",
+        "CaptureError: in module '': forward draws a number and reads it in Python, where it decides what",
+    ],
+)
+def test_reasons_of_the_model_are_told(reason: str) -> None:
+    assert model_reason(reason) is not None
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        "CaptureError: in module '': rows = torch.unique(x, dim=0): the shape of a result depends on a value, which",
+        "CaptureError: in module 'layer': x.backward(y): Tensor.backward inside of forward would be lost by tracing",
+        "ValueError: two tensors are equal, and the program has no branch for that, at module ''",
+    ],
+)
+def test_what_another_program_could_compute_is_ours(reason: str) -> None:
+    assert model_reason(reason) is None

@@ -12,9 +12,10 @@ import planner
 from passes.capture import CaptureError, capture
 from tests.capture_parity import assert_parity
 
+OWN_GENERATOR = torch.Generator().manual_seed(0)
 X = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
 
-Question = Callable[[], torch.Tensor]
+Question = Callable[[], torch.Tensor | bool]
 
 #: Questions whose answer is always no.
 NEVER: dict[str, Question] = {
@@ -30,6 +31,9 @@ NEVER: dict[str, Question] = {
     "not another than two": lambda: torch.logical_not(torch.rand_like(torch.zeros(1)) != 2),
     "at most zero": lambda: torch.rand([]) <= 0.0,
     "not above zero": lambda: ~(torch.rand([]) > 0.0),
+    "a number below zero": lambda: torch.rand([]).item() < 0.0,
+    "a float of one or more": lambda: float(torch.rand(1)) >= 1.0,
+    "of a generator of its own": lambda: not float(torch.rand((), generator=OWN_GENERATOR)) >= 0.0,
     "below zero and more": lambda: (torch.rand([]) < 0) & (torch.rand([]) < 0.5),
 }
 
@@ -49,6 +53,15 @@ OPEN: dict[str, Question] = {
     "less was written": _written,
     "normal": lambda: torch.randn([]) < 0.0,
     "no number": lambda: torch.rand([]) < float("nan"),
+}
+
+
+#: Questions that Python asks of a number which was drawn, likewise.
+OPEN_IN_PYTHON: dict[str, Callable[[], bool]] = {
+    "half": lambda: float(torch.rand([])) < 0.5,
+    "half of a generator of its own": lambda: torch.rand((), generator=OWN_GENERATOR).item() < 0.5,
+    "less than was drawn": lambda: torch.rand([]).item() - 1 < 0.0,
+    "as drawn": lambda: bool(torch.rand([]).item()),
 }
 
 
@@ -79,5 +92,22 @@ def test_what_depends_on_the_number_is_refused(question: str) -> None:
         capture(Dropped(OPEN[question]), args=(X,))
 
 
-def test_four_devices_train_as_one() -> None:
-    assert planner.verify(Dropped(NEVER["below zero"]), "dp=2,tp=2", batch=(X,), loss_fn=lambda loss, _: loss).ok
+@pytest.mark.parametrize("question", OPEN_IN_PYTHON)
+def test_a_number_that_decides_in_python_is_refused(question: str) -> None:
+    with pytest.raises(CaptureError, match=r"draws a number and reads it in Python.*probability of 0 or 1"):
+        capture(Dropped(OPEN_IN_PYTHON[question]), args=(X,))
+
+
+def test_a_number_that_was_written_to_is_not_one_that_was_drawn() -> None:
+    def is_below_zero() -> bool:
+        number = torch.rand([2])
+        number[:1].sub_(1)
+        return number[0].item() < 0.0
+
+    with pytest.raises(CaptureError, match=r"read in Python .*, which depends on random numbers"):
+        capture(Dropped(is_below_zero), args=(X,))
+
+
+@pytest.mark.parametrize("question", ["below zero", "of a generator of its own"])
+def test_four_devices_train_as_one(question: str) -> None:
+    assert planner.verify(Dropped(NEVER[question]), "dp=2,tp=2", batch=(X,), loss_fn=lambda loss, _: loss).ok

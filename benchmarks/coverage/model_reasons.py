@@ -10,6 +10,8 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"[Tt]raining [\w ]*is not (yet )?(implemented|supported)|does not support training|is not trainable",
      "says itself that it does not train"),
     (r"takes labels, and its forward reads them nowhere", "takes labels, which its forward reads nowhere: no loss"),
+    (r"draws a number and reads it in Python, where it decides",
+     "decides by a number drawn on the host what each call computes"),
     (r"ForCausalLMLoss\(\) missing 1 required positional argument", "transformers calls a loss of another kind for it"),
 )  # fmt: skip
 

@@ -99,7 +99,7 @@ def _failures(title: str, rows: list[Row]) -> list[str]:
         if not outcome.passed
     ]
     lines = [
-        f"| {row.model_type} | {stage} | {outcome.commit} | {_whose(outcome.reason)} | {_cell(outcome.reason)} |"
+        f"| {row.model_type} | {stage} | {outcome.commit} | {_whose(outcome.reason)} | {_sentence(outcome.reason)} |"
         for row, stage, outcome in failed
     ]
     number = len({row.model_type for row, _, _ in failed})
@@ -136,6 +136,11 @@ def _own_reason(row: Row) -> str | None:
 def _last_reason(row: Row) -> str:
     reasons = [row.outcomes[stage].reason for stage in ("build", "eager") if row.failed(stage)]
     return reasons[-1] if reasons else ""
+
+
+def _sentence(reason: str) -> str:
+    """What stands in the way: in our words if it is the model's."""
+    return model_reason(reason) or _cell(reason)
 
 
 def _cell(reason: str) -> str:

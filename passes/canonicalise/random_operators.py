@@ -49,12 +49,15 @@ def write_out_in(graph: fx.Graph) -> None:
         if not is_random(node) or _is_off(node):
             continue
         target: Any = node.target
+        packet, in_place = str(target.overloadpacket).removesuffix("_"), schema(target).name.endswith("_")
+        if not node.users and not in_place:
+            graph.erase_node(node)  # Python asked what is so of all numbers
+            continue
         if any(entry.name == "generator" and argument(node, "generator") is not None for entry in _arguments(node)):
             raise CaptureError(
                 f"{_place(node)}{target} draws from a torch.Generator of the model's own, which no plan can follow: "
                 "leave generator= out (programs draw from a seed, the step and the position of an element)"
             )
-        packet, in_place = str(target.overloadpacket).removesuffix("_"), schema(target).name.endswith("_")
         write = None if target in _DRAWN else _WRITERS.get(packet)
         if write is not None:
             result = write(_RandomCalls(node))

@@ -42,7 +42,7 @@ def _known(flag: fx.Node) -> bool | None:
     name, args = aten_name(flag), flag.args
     if name not in _DECIDED or len(args) != 2 or not isinstance(args[1], (int, float)):
         return None
-    if not isinstance(args[0], fx.Node) or not _is_drawn(args[0]):
+    if not isinstance(args[0], fx.Node) or not is_drawn(args[0]):
         return None
     return compared(name, args[1], is_single=args[0].meta["val"].numel() == 1)
 
@@ -61,7 +61,7 @@ def compared(name: str, bound: float, *, is_single: bool) -> bool | None:
     return False if never(bound) else None
 
 
-def _is_drawn(node: fx.Node) -> bool:
+def is_drawn(node: fx.Node) -> bool:
     """Whether all entries, one at least, are drawn from [0, 1), and none was rounded to 1."""
     value = node.meta["val"]
     if value.dtype not in (torch.float32, torch.float64) or not all(
@@ -73,5 +73,5 @@ def _is_drawn(node: fx.Node) -> bool:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         is_rounded = value.dtype.itemsize < source.meta["val"].dtype.itemsize
-        return not is_rounded and _is_drawn(source)
+        return not is_rounded and is_drawn(source)
     return name in _DRAWN

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from passes.capture.numbers_as_places import with_int_of_tensors
+from passes.capture.another_trace import with_replacements
 from passes.capture.picked_rows import PickedRows
 from passes.ir.errors import CaptureError
 from passes.torch_compat.tracing import CompilingFlags
@@ -30,9 +30,9 @@ def compiled_or_eager(trace: Callable[[PickedRows], _Trace], picked: PickedRows)
     flags, again = CompilingFlags(seen=True), picked.fresh()
     try:
         with flags.replaced():
-            return with_int_of_tensors(trace, picked)
+            return with_replacements(trace, picked)
     except CaptureError:
         if flags.asked:
             with contextlib.suppress(CaptureError), CompilingFlags(seen=False).replaced():
-                return with_int_of_tensors(trace, again)
+                return with_replacements(trace, again)
         raise

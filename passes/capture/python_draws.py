@@ -1,7 +1,7 @@
 """Random numbers that a model's forward draws outside of torch: a program would repeat the one that was traced.
 
 Of Python's random numbers from [0, 1) those may be drawn that are only compared, with a bound that decides it for all
-of them: ``random.uniform(0, 1) < layerdrop`` where that is zero (``drawn_ranges``).
+of them: ``random.uniform(0, 1) < layerdrop`` where that is zero (``drawn_numbers``).
 """
 
 from __future__ import annotations
@@ -11,18 +11,10 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-from passes.capture.drawn_ranges import compared
+from passes.capture.drawn_numbers import DrawnNumber
 from passes.ir.errors import CaptureError
-
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-#: What else may be done with a number.
-_OTHER_USES = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "divmod", "rdivmod", "neg", "pos", "abs", "round", "trunc", "floor", "ceil"),
-    *("float", "int", "index", "complex", "bool", "str", "repr", "format", "hash", "torch_function"),
-)
 
 
 @contextlib.contextmanager
@@ -32,7 +24,7 @@ def no_python_draws() -> Iterator[None]:
     functions, thread = (random.random, random.uniform), threading.get_ident()
 
     def number() -> Any:
-        return _Drawn() if threading.get_ident() == thread else functions[0]()
+        return DrawnNumber(_error("Python's random")) if threading.get_ident() == thread else functions[0]()
 
     def uniform(a: float, b: float) -> Any:
         return number() if (a, b) == (0, 1) else functions[1](a, b)
@@ -45,30 +37,6 @@ def no_python_draws() -> Iterator[None]:
     for name, state in _generators().items():
         if name in before and before[name] != state:
             raise _error(name)
-
-
-class _Drawn:
-    """A number from [0, 1), of which nothing else is known."""
-
-
-def _comparison(name: str) -> Any:
-    def compare(drawn: _Drawn, bound: Any) -> bool:
-        answer = compared(name, bound, is_single=True) if isinstance(bound, (int, float)) else None
-        if answer is None:
-            raise _error("Python's random")
-        return answer
-
-    return compare
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise _error("Python's random")
-
-
-for _name in _OTHER_USES:
-    setattr(_Drawn, f"__{_name}__", _refuse)
-for _name in _COMPARISONS:
-    setattr(_Drawn, f"__{_name}__", _comparison(_name))
 
 
 def _error(name: str) -> CaptureError:

@@ -149,6 +149,10 @@ class ValueReads:
         """Whether inputs, buffers and constants decide what a tensor is, so that reading it is no error."""
         return self._subgraphs is not None and self._subgraphs.is_settled(tensor)
 
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor holds numbers drawn from [0, 1)."""
+        return self._subgraphs is not None and self._subgraphs.is_drawn(tensor)
+
     def check(self, flag: torch.Tensor) -> tuple[bool, str] | None:
         """What ``flag`` has to be for the program to do what the model does, and the error if it is not.
 
@@ -187,7 +191,10 @@ class ValueReads:
             place = describe_stack(self._modules)
             if not self._whole:
                 raise NotRepeated(place)
-            reason = f"two tensors are equal, and the program has no branch for that, at {place}"
+            reason = (
+                f"two tensors are equal, and the program has no branch for that, at {place}: begin with weights that "
+                "make them differ (train the first step on one device)"
+            )
             self.checks.append(((first.detach() == second.detach()).all(), False, reason))
         return alike
 

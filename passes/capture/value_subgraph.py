@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from passes.canonicalise.bounded_ids import bound_of_ids
-from passes.capture.drawn_ranges import answer_whatever_is_drawn
+from passes.capture.drawn_ranges import answer_whatever_is_drawn, is_drawn
 from passes.capture.equal_tensors import computed_alike
 from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
@@ -116,6 +116,11 @@ class Subgraphs:
         node = self._trace.node_of(flag)
         answer = None if node is None else answer_whatever_is_drawn(node)
         return None if node is None or answer is None or self._are_written(_upstream(node)) else answer
+
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether all entries are drawn from [0, 1), and stayed what they were."""
+        node = self._trace.node_of(tensor)
+        return node is not None and is_drawn(node) and not self._are_written(_upstream(node))
 
     def _is_settled(self, nodes: Iterable[fx.Node]) -> bool:
         try:

@@ -10,9 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.computed_indices import look_up
+from passes.capture.drawn_numbers import read_drawn_number
 from passes.capture.numbers_as_places import IndexNumbers
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
+from passes.capture.selected_branches import with_selection
 from passes.capture.strided_views import StridedViews
 from passes.capture.value_free_forms import call_without_values
 from passes.capture.value_reads import ValueReads
@@ -92,6 +94,9 @@ class WatchedForward(TorchFunctionMode):
             args = (_with_numbers(args[0]), *args[1:])
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], _joined(args[1]), *args[2:])
+        drawn = read_drawn_number(self._reads, name, args)
+        if drawn is not None:
+            return drawn
         number = self._index_numbers.read(name, args)
         if number is not None:
             return number
@@ -122,7 +127,13 @@ class WatchedForward(TorchFunctionMode):
         places = self._reads.picked.rows_of(name, args[0] if args else None)
         if places is not None:
             return places
-        result = _array(args[0]) if func in _AS_ARRAY else func(*args, **(kwargs or {}))
+        try:
+            result = _array(args[0]) if func in _AS_ARRAY else func(*args, **(kwargs or {}))
+        except CaptureError as refusal:
+            need = with_selection(refusal) if name == "__bool__" else None
+            if need is None:
+                raise
+            raise need from refusal
         self._reads.picked.note(name, args[0] if args else None, result)
         self._follow_targets(name, args, result, self._reads.readings_since(num_entries))
         if isinstance(result, torch.Tensor):

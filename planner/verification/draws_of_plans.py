@@ -131,7 +131,8 @@ class _Operators(TorchDispatchMode):
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        has_own_generator = (kwargs or {}).get("generator") is not None  # programs have no such draws
+        if torch.Tag.nondeterministic_seeded not in func.tags or has_own_generator:
             return func(*args, **kwargs or {})
         graph = _written_out(func, args, kwargs or {})
         if graph is None:

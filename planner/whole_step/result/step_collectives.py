@@ -29,6 +29,7 @@ from passes.shard import Compute, Repeat
 from passes.shard.operations import Operation
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.plan_of_assignment import Tally, add_to_tally, collectives_of
+from planner.whole_step.result.gradient_flow import GradientFlow
 from planner.whole_step.result.unit_collectives import (
     AFTER,
     BACKWARD,
@@ -41,7 +42,7 @@ from planner.whole_step.result.unit_collectives import (
     local_bytes,
     sent_again,
     sent_once,
-    weights_with_gradient,
+    weights_below,
 )
 from runtime.execution.unit_table import GATHERED_PER_USE, UnitTable, sharded_paths, stages_of, weight_groups
 from runtime.zero.flat_places import FlatPlaces, FlatTensor
@@ -169,9 +170,8 @@ class _Counter:
         table.hold_together(first)
         uses: dict[tuple[int | None, int, tuple[str, ...]], list[_Use]] = {}
         for stage in stages:
-            for unit, block in self._units(stage):
+            for (unit, block), with_gradient in zip(self._units(stage), self._with_gradient(stage), strict=True):
                 below = {name: (root, path) for root, path, name in unit.states}
-                with_gradient = self._with_gradient(unit, block)
                 for names, zero in self._groups(unit, first, table):
                     key = (None if len(names) == 1 and names[0] in table.held_together else stage.index, zero, names)
                     own = {below[name] for name in names if name in below}
@@ -205,12 +205,15 @@ class _Counter:
             return False
         return gathers_in_backward(self.saved_by_autograd.of_unit(block), block.policy.recompute, weights)
 
-    def _with_gradient(self, unit: StageUnit, block: Repeat | None) -> frozenset[str]:
-        """Paths of the weights that get a gradient by this use of them."""
-        if block is None:
-            return self.saved_by_autograd.weights
-        reached = weights_with_gradient(block.block.section.body, self.saved_by_autograd.live)
-        return frozenset(name for root, path, name in unit.states if (root, path) in reached)
+    def _with_gradient(self, stage: StageGraph) -> Iterator[frozenset[str]]:
+        """Paths of the weights that get a gradient by each unit's use of them, in the order of ``_units``."""
+        flow = GradientFlow(self.saved_by_autograd.live)
+        outside = flow.through(stage.sharded.main.body)
+        repeats = [operation for operation in stage.sharded.main.body if isinstance(operation, Repeat)]
+        copies = (copy for repeat in repeats for copy in flow.of_copies[id(repeat)])
+        for unit in stage.all_units:
+            below = weights_below(next(copies, outside))
+            yield frozenset(name for root, path, name in unit.states if (root, path) in below)
 
     def _trained(self, unit: StageUnit) -> dict[str, tuple[str, ...]]:
         """The trained weights of a unit, with the axes over which their gradients are summed."""
@@ -339,9 +342,6 @@ class _SavedByAutograd:
         self.live = live_nodes(graph)
         #: Also what no gradient comes to in the end: autograd saves for it before that is known.
         self.recorded = frozenset(node.name for node in graph.nodes if any(each.requires_grad for each in node.outputs))
-        used = {name for node in graph.nodes if node.name in self.live for name in node.inputs}
-        #: Paths of the weights that get a gradient.
-        self.weights = frozenset(state.path for state in graph.states if state.value.name in used)
         self._saved_by_unit: dict[tuple[str, ...], SavedLocals] = {}
 
     def of_unit(self, repeat: Repeat) -> SavedLocals:

@@ -19,7 +19,7 @@ from passes.ir.types import I, MeshShape, R, shard_dim
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import own_collectives
 from passes.shard import Compute, Convert, Local
-from passes.shard.operations import Operation, used_by
+from passes.shard.operations import Operation
 
 #: Phases; the last is once a step, after all backward passes.
 FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
@@ -110,16 +110,9 @@ def _own(computes: Iterable[Compute], mesh: MeshShape, phase: str) -> Iterator[S
 Below = tuple[int, str]
 
 
-def weights_with_gradient(operations: Sequence[Operation], live: frozenset[str]) -> frozenset[Below]:
-    """The states of a unit that get a gradient in it: of those that it takes, a call may only need the values."""
-    states = {
-        local.value.name: (local.state.root or 0, local.state.path)
-        for operation in operations
-        for local in used_by(operation)
-        if local.state is not None
-    }
-    operands = {name for each in _computes(operations) if each.node.name in live for name in each.node.inputs}
-    return frozenset(below for name, below in states.items() if name in operands)
+def weights_below(locals_: Iterable[Local]) -> frozenset[Below]:
+    """The states among locals of a unit."""
+    return frozenset((local.state.root or 0, local.state.path) for local in locals_ if local.state is not None)
 
 
 @dataclass(frozen=True)
