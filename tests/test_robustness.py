@@ -19,7 +19,7 @@ from tests.test_inspection import CALL, plan_of
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
-CLUSTER = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e8, memory_bytes=2**20)
+CLUSTER = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e10, latency=1e-6, bandwidth=1e8, memory_bytes=2**20)
 
 
 def test_at_each_factor_another_plan_wins_and_not_before() -> None:
