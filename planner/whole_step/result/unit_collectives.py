@@ -20,13 +20,14 @@ from passes.rules.expert_rules import is_experts
 from passes.rules.rule import own_collectives
 from passes.shard import Compute, Convert, Local
 from passes.shard.operations import Operation
+from planner.whole_step.result.einsum_views import operands_taken_as_they_are
 
 #: Phases; the last is once a step, after all backward passes.
 FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
 
 
 _RESHAPE = "aten.reshape"
-_MATMUL = "aten.matmul"
+_MATMUL, _EINSUM = "aten.matmul", "aten.einsum"
 _ATTENTION = "aten.scaled_dot_product_attention"
 
 
@@ -214,6 +215,13 @@ class _Storages:
     def multiplied_as_they_came(self, compute: Compute) -> Iterator[str]:
         """Operands of a product that it keeps as a collective brought them, where its record knows of a copy without
         gaps: what was sent had some."""
+        if base_name(compute.node.op) == _EINSUM:
+            equation, shapes = str(compute.node.args[0]), [one.shape for one in compute.inputs]
+            views = operands_taken_as_they_are(equation, shapes)
+            for place, (one, is_view) in enumerate(zip(compute.inputs, views, strict=True)):
+                others = (*compute.inputs[:place], *compute.inputs[place + 1 :])
+                if is_view and one in self._packed and any(other.value.requires_grad for other in others):
+                    yield one.value.name
         if base_name(compute.node.op) == _MATMUL:
             leads = compute.outputs[0].shape[:-2]
             yield from (one.value.name for one in compute.inputs if one in self._packed and one.shape[:-2] == leads)
