@@ -20,7 +20,7 @@ import planner
 from planner.trainer import decay_groups, warmup_cosine
 
 LENGTH = 24
-STEPS = 40
+STEPS = 80
 GOAL = 0.5  # nats; 0.69 before training
 Sample = dict[str, torch.Tensor]
 
