@@ -22,15 +22,15 @@ def test_operands_are_kept_as_foreseen(data: st.DataObject) -> None:
     sizes = {letter: data.draw(st.integers(1, 4)) for letter in LETTERS}
     operands = [torch.rand([sizes[letter] for letter in own], requires_grad=True) for own in (left, right)]
     equation = f"{''.join(left)},{''.join(right)}->{''.join(result)}"
-    kept: set[int] = set()
+    saved_storages: set[int] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept.add(tensor.untyped_storage().data_ptr())
+        saved_storages.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         torch.einsum(equation, *operands)
-    as_they_are = tuple(one.untyped_storage().data_ptr() in kept for one in operands)
+    as_they_are = tuple(one.untyped_storage().data_ptr() in saved_storages for one in operands)
     assert operands_taken_as_they_are(equation, [one.shape for one in operands]) == as_they_are, equation
 
 

@@ -1,14 +1,14 @@
 """``if`` on a tensor's value whose branches only assign, rewritten so that both are computed and the results selected.
 
-    if flag and other:                       taken = _branches.all_of(lambda: flag, lambda: other)
-        self.x = f(self.x)                   if _branches.is_value(taken):
+    if flag and other:                       holds = _branches.all_of(lambda: flag, lambda: other)
+        self.x = f(self.x)                   if _branches.is_value(holds):
     else:                                        before = _branches.values(lambda: self.x)
         self.x = g(self.x)                       self.x = f(self.x)
                                                  then = _branches.values(lambda: self.x)
                                                  (self.x,) = before
                                                  self.x = g(self.x)
-                                                 (self.x,) = _branches.selected(taken, then, (lambda: self.x,))
-                                             elif taken: ...
+                                                 (self.x,) = _branches.selected(holds, then, (lambda: self.x,))
+                                             elif holds: ...
 
 Branches of other statements stay as they are. The rewritten function takes the place of the model's own for the time of
 a trace (``selected_branches``).
@@ -91,17 +91,17 @@ def _targets(statements: Sequence[ast.stmt]) -> list[ast.expr] | None:
 
 def _both_ways(node: ast.If, targets: Sequence[ast.expr]) -> list[ast.stmt]:
     place = f"{node.lineno}_{node.col_offset}"
-    taken, before, then = (f"_{name}_{place}" for name in ("taken", "before", "then"))
+    holds, before, then = (f"_{name}_{place}" for name in ("holds", "before", "then"))
     readers = "".join(f"lambda: {ast.unparse(target)}, " for target in targets)
     left = "".join(f"{ast.unparse(target)}, " for target in targets)
     parts = ast.parse(
-        f"{taken} = {_condition(node.test)}\n"
-        f"if {HELPER}.is_value({taken}):\n"
+        f"{holds} = {_condition(node.test)}\n"
+        f"if {HELPER}.is_value({holds}):\n"
         f"    {before} = {HELPER}.values({readers})\n"
         f"    {then} = {HELPER}.values({readers})\n"
         f"    ({left}) = {before}\n"
-        f"    ({left}) = {HELPER}.selected({taken}, {then}, {HELPER}.values({readers}))\n"
-        f"elif {taken}:\n"
+        f"    ({left}) = {HELPER}.selected({holds}, {then}, {HELPER}.values({readers}))\n"
+        f"elif {holds}:\n"
         f"    pass\n"
     )
     assignment, choice = parts.body

@@ -121,9 +121,9 @@ def _of_rank(
         num_fitting += len(table)
         if num_fitting > _MOST_FITTING:
             return None
-        kept = _undominated(table)
-        if len(kept):
-            tables.append(Contents(units, table[kept], held[units][place[kept]], tuple(ends[each] for each in kept)))
+        best = _undominated(table)
+        if len(best):
+            tables.append(Contents(units, table[best], held[units][place[best]], tuple(ends[each] for each in best)))
     return tables
 
 
@@ -159,11 +159,11 @@ def _undominated(table: Array) -> Indices:
     """Rows that no other beats or equals in every figure, by load."""
     values = table * _SIGNS
     order = np.lexsort(values.T[::-1])
-    kept = np.empty_like(values)
+    undominated = np.empty_like(values)
     indices: list[int] = []
     for index in order:
         row = values[index]
-        if not (kept[: len(indices)] <= row).all(axis=1).any():
-            kept[len(indices)] = row
+        if not (undominated[: len(indices)] <= row).all(axis=1).any():
+            undominated[len(indices)] = row
             indices.append(int(index))
     return np.array(indices, dtype=np.int64)

@@ -44,5 +44,5 @@ class GradientFlow:
         self.of_copies[id(repeat)] = tuple(reversed(copies))
         own = {index for index, argument in enumerate(section.arguments) if argument in copies[-1]}
         every = {index for index, argument in enumerate(section.arguments) if any(argument in copy for copy in copies)}
-        taken = own | (every - {index for index, _ in repeat.carried})
-        return {repeat.entries[index] for index in taken}
+        with_gradient = own | (every - {index for index, _ in repeat.carried})
+        return {repeat.entries[index] for index in with_gradient}
