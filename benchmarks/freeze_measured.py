@@ -5,8 +5,9 @@
 As root, on Linux: a veth pair joins two network namespaces, ``tc`` (tbf) limits both ends. All variants run in the same
 processes by turns, a step each, so that what else the machine does meets all of them alike: ratios are what to read. A
 phase has so many passes over the data, and a decision of the adaptive rule (α = 1/3, the most that it may freeze) after
-each. Seconds are of steps, and once more with the median of a pass for each of its steps; what replanning takes is a
-column of its own, as programs are made once however long the training is.
+each. Prices are of processes as ``planner profile`` measures them first and of the link as it is shaped. Seconds are of
+steps, and once more with the median of a pass for each of its steps; what replanning takes is a column of its own, as
+programs are made once however long the training is.
 """
 
 from __future__ import annotations
@@ -54,23 +55,33 @@ def _run(*command: str) -> None:
 
 
 def measured(mbit: float, passes: int) -> dict[str, Any]:
-    """What the first rank found."""
+    """What the first rank measured."""
     with tempfile.TemporaryDirectory() as folder, shaped_namespaces(mbit) as places:
-        output = Path(folder) / "rows.json"
-        processes = []
-        for rank, (name, device, _) in enumerate(places):
-            environment = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": places[0][2], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": device,
-                "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-            }  # fmt: skip
-            worker = [sys.executable, "-m", "benchmarks.freeze_measured_worker", str(mbit), str(passes), str(output)]
-            processes.append(subprocess.Popen(["ip", "netns", "exec", name, *worker], env=environment, cwd=ROOT))
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            raise RuntimeError(f"the ranks ended with {codes}")
+        cluster, output = Path(folder) / "shaped.toml", Path(folder) / "rows.json"
+        _on_ranks(places, "planner", "profile", "-o", str(cluster), "--device", "cpu", "--quick")
+        _on_ranks(places, "benchmarks.freeze_measured_worker", str(cluster), str(mbit), str(passes), str(output))
         answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         return answer
+
+
+def _on_ranks(places: Sequence[tuple[str, str, str]], *module: str) -> None:
+    """Run a module with its arguments in every namespace, one rank each.
+
+    Raises:
+        RuntimeError: if a rank fails.
+    """
+    processes = []
+    for rank, (name, device, _) in enumerate(places):
+        environment = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": places[0][2], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": device,
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", *module]
+        processes.append(subprocess.Popen(command, env=environment, cwd=ROOT))
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise RuntimeError(f"the ranks of {module[0]} ended with {codes}")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

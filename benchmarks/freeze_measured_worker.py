@@ -1,6 +1,6 @@
 """One rank of ``benchmarks.freeze_measured``: trains all variants by turns, a step each.
 
-python -m benchmarks.freeze_measured_worker MBIT PASSES OUTPUT.json, in the environment of a launcher
+python -m benchmarks.freeze_measured_worker CLUSTER.toml MBIT PASSES OUTPUT.json, in the environment of a launcher
 """
 
 from __future__ import annotations
@@ -159,21 +159,29 @@ def batch_of(number: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": (tokens * 7 + 3) % WORDS}
 
 
+def shaped(profiled: Cluster, mbit: float) -> Cluster:
+    """The processes as they were measured, on the link as it is set up.
+
+    A bucket of tokens (tbf) lets what is short through at once, so that rates measured with short tensors say too much
+    of long ones.
+    """
+    (level,) = Cluster.parse("cpu-local:2").levels
+    return replace(profiled, levels=(replace(level, bandwidth=mbit * 1e6 / 8),))
+
+
 def main() -> None:
-    mbit, passes, output = float(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    profiled, mbit, passes, output = sys.argv[1:]
     torch.set_num_threads(1)
     planner.init(device="cpu")
-    here = Cluster.parse("cpu-local:2")
-    (level,) = here.levels
-    cluster = replace(here, levels=(replace(level, bandwidth=mbit * 1e6 / 8),))
+    cluster = shaped(Cluster.from_toml(profiled), float(mbit))
     running = [Running(parts, cluster) for parts in VARIANTS]
     frozen = [freeze_bound(LAYERS, ALPHA, phase) for phase in range(PHASES)]
     draw = torch.Generator().manual_seed(0)
     for layers in frozen:
         for each in running:
             each.freeze(layers)
-            each.begin(passes)
-        for in_pass in range(passes):
+            each.begin(int(passes))
+        for in_pass in range(int(passes)):
             for number in torch.randperm(BATCHES, generator=draw).tolist():
                 for each in running:
                     each.step(number, in_pass)
@@ -181,7 +189,7 @@ def main() -> None:
     apart = max(abs(one - alike[0][step]) / alike[0][step] for each in alike for step, one in enumerate(each))
     if dist.get_rank() == 0:
         measurement = {"rows": [each.row() for each in running], "layers": LAYERS, "frozen": frozen, "apart": apart}
-        output.write_text(json.dumps(measurement), encoding="utf-8")
+        Path(output).write_text(json.dumps(measurement), encoding="utf-8")
     dist.barrier()
 
 

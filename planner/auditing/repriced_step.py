@@ -235,12 +235,16 @@ class StepPricer:
         linked = [chunk for _, chunk in chunks]
         for index in range(1, len(linked)):
             if planned[index].rank != planned[index - 1].rank:
-                num_bytes = self.units.entering_bytes(chunks[index][0])
                 ends = [self.on_ranks[planned[end].rank] for end in (index, index - 1)] if self.on_ranks else [self]
-                seconds = max(end.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE) for end in ends)
-                forward = seconds * self.step.forward_passes
+                forward, backward = (
+                    max(end.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE) for end in ends)
+                    if num_bytes
+                    else 0.0
+                    for num_bytes in self.units.crossing_bytes(chunks[index][0])
+                )
+                forward *= self.step.forward_passes
                 linked[index] = dataclasses.replace(linked[index], receive_forward=forward)
-                linked[index - 1] = dataclasses.replace(linked[index - 1], receive_backward=seconds)
+                linked[index - 1] = dataclasses.replace(linked[index - 1], receive_backward=backward)
         return linked
 
     # -- one unit -----------------------------------------------------------------------------------------------

@@ -320,9 +320,11 @@ class UnitPrices:
         """The placement in which the value is produced; for a value carried between copies, as it is handed on."""
         return float(self.pricing.local_bytes(value, self.placements[value.name]))
 
-    def entering_bytes(self, index: int) -> float:
-        """Bytes that a pipeline sends, for each micro-batch, to a chunk that begins with this unit."""
-        return sum(self.local_bytes(self.values[name]) for name in self.units[index].entering)
+    def crossing_bytes(self, index: int) -> tuple[float, float]:
+        """Bytes that a pipeline sends, for each micro-batch, to a chunk that begins with this unit, and gets back."""
+        entering = [self.values[name] for name in self.units[index].entering]
+        returning = [value for value in entering if value.requires_grad]
+        return sum(map(self.local_bytes, entering)), sum(map(self.local_bytes, returning))
 
     # -- parameters ---------------------------------------------------------------------------------------------
 

@@ -129,6 +129,7 @@ def _parts(figures: UnitFigures, layout: MeshLayout) -> UnitFigures:
         weights=tuple(_weight_of_part(weight, layout) for weight in figures.weights),
         buffer_bytes=figures.buffer_bytes / parts,
         entering_bytes=figures.entering_bytes / parts,
+        returning_bytes=figures.returning_bytes / parts,
     )
 
 

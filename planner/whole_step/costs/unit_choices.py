@@ -109,16 +109,20 @@ def with_tied_copies(figures: Sequence[UnitFigures], *, ends_together: bool = Fa
 
 
 def _run(figures: UnitFigures, index: int, setting: StageSetting) -> UnitRun:
-    seconds = 0.0
-    if setting.layout.pipeline > 1 and index:
-        seconds = setting.links.axes.p2p_seconds(num_bytes=figures.entering_bytes, axis=PIPELINE)
+    # A pipeline is cut before every copy but the model's first.
+    is_cut = setting.layout.pipeline > 1 and (index > 0 or figures.unit.count > 1)
     return UnitRun(
         name=figures.unit.name,
         count=figures.unit.count,
         choices=tuple(_choices(figures, setting)),
-        receive_forward=seconds * setting.forward_passes,
-        receive_backward=seconds,
+        receive_forward=_sending(figures.entering_bytes, setting) * setting.forward_passes if is_cut else 0.0,
+        receive_backward=_sending(figures.returning_bytes, setting) if is_cut else 0.0,
     )
+
+
+def _sending(num_bytes: float, setting: StageSetting) -> float:
+    """Seconds of what crosses a cut; nothing is sent where there is nothing, as of gradients of frozen layers."""
+    return setting.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE) if num_bytes else 0.0
 
 
 def _choices(figures: UnitFigures, setting: StageSetting) -> Iterator[UnitChoice]:

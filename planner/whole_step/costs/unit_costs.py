@@ -145,6 +145,7 @@ class _FigureReader:
                 communication[0] += item.copies * item.arc.forward / unit.count
                 communication[1] += item.backward_copies * item.arc.backward / unit.count
         weights, buffers = self.weights_of[index]
+        entering = [self.values[name] for name in unit.entering]
         return UnitFigures(
             unit=unit,
             compute=(compute[0], compute[1]),
@@ -153,7 +154,8 @@ class _FigureReader:
             policies=tuple(self._policies(index)),
             weights=tuple(weights),
             buffer_bytes=buffers,
-            entering_bytes=sum(self._local_bytes(self.values[name]) for name in unit.entering),
+            entering_bytes=sum(self._local_bytes(value) for value in entering),
+            returning_bytes=sum(self._local_bytes(value) for value in entering if value.requires_grad),
         )
 
     def _weight_share(self, node: Node | None) -> float:

@@ -39,7 +39,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class UnitFigures:
-    """One copy of a unit: seconds forward and backward by stream, the part of backward for weights, bytes sent on."""
+    """One copy of a unit: seconds forward and backward by stream, the part of backward for weights, bytes sent on.
+
+    ``entering_bytes`` are those of activations that cross a cut before a copy, ``returning_bytes`` of their gradients.
+    """
 
     unit: ModelUnit
     compute: tuple[float, float]
@@ -49,6 +52,7 @@ class UnitFigures:
     weights: tuple[Weight, ...]
     buffer_bytes: float
     entering_bytes: float
+    returning_bytes: float
 
 
 def on_host(compute: float, communication: float, kept_bytes: float, peak_bytes: float, *, staying: float) -> Policy:
