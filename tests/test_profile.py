@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
 from planner.calibration.collective_cases import COLLECTIVES, SIZES, LinkGroups, link_groups, whole_elements
 from planner.calibration.curve_fit import fit_curve
+from planner.calibration.link_fit import predicted_seconds
 from planner.calibration.measured_call import MeasuredCall, read_calls, write_calls
 from planner.calibration.operator_cases import OperatorCase, operator_cases
 from planner.cli import main
@@ -79,6 +82,20 @@ def test_a_known_device_is_given_back_by_its_calls() -> None:
         TRUE.seconds(flops=1e9, num_bytes=1e6, dtype="float32", kind="matmul"), rel=0.1
     )
     assert prices.collective_seconds("all_reduce", num_bytes=2**26, axis="tp") == pytest.approx(6.7e-3, rel=0.1)
+
+
+def test_noise_makes_short_collectives_neither_too_fast_nor_too_slow() -> None:
+    noise = random.Random(0)
+    short = [call for call in calls_of(TRUE) if call.kind in COLLECTIVES and call.num_bytes < 1e4]
+    ratios = []
+    for _ in range(10):
+        calls = [
+            replace(call, seconds=call.seconds * noise.lognormvariate(0.0, 0.4)) if call.kind in COLLECTIVES else call
+            for call in calls_of(TRUE)
+        ]
+        (level,) = fitted(calls).levels
+        ratios += [predicted_seconds(level, call) / call.seconds for call in short]
+    assert math.prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, abs=0.12)  # by the shortest: 0.86
 
 
 def test_a_fitted_cluster_is_the_same_behind_its_file(tmp_path: Path) -> None:
@@ -177,6 +194,21 @@ def test_calls_take_turns_with_tensors_that_no_cache_holds() -> None:
     for _ in range(6):
         call()
     assert taken == [0, 1, 2, 3, 0, 1]
+
+
+def test_results_stay_until_their_tensors_have_had_a_turn() -> None:
+    """Else the next call would write into the memory of the one before, which a cache holds."""
+    results = weakref.WeakSet[torch.Tensor]()
+
+    def note() -> torch.Tensor:
+        result = torch.empty(1)
+        results.add(result)
+        return result
+
+    call = cold(lambda: note, 16 * 2**20)
+    for _ in range(6):
+        call()
+    assert len(results) == 4
 
 
 def test_a_collective_costs_its_mean_behind_compute(monkeypatch: pytest.MonkeyPatch) -> None:

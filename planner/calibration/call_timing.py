@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 ROUNDS, ROUND_SECONDS = 5, 2e-3
 #: More bytes than the caches of a device hold, and copies of a call's tensors at most to come to as many.
 COLD_BYTES, MOST_COPIES = 64 * 2**20, 64
-#: Of a collective behind compute: rounds, seconds that they take at least together, and the compute's side.
-PAIRS, PAIRS_SECONDS, PRODUCT_SIDE = 12, 0.3, 448
+#: Of a collective behind compute: rounds, and seconds that they take at least together.
+PAIRS, PAIRS_SECONDS = 12, 0.6
+#: The compute: so many products of matrices of that side, several milliseconds, as a layer's share of a step takes.
+NUM_PRODUCTS, PRODUCT_SIDE = 8, 448
 
 Call = Callable[[], Any]
 
@@ -34,30 +37,39 @@ def seconds_of(call: Call, device: torch.device, *, agree: Callable[[float], flo
 
 
 def cold(make: Callable[[], Call], num_bytes: float) -> Call:
-    """A call that takes other tensors each time, so that a training step's share of them lies in the caches: little.
+    """A call that reads and writes other memory each time, so that no more of it lies in the caches than in a step.
+
+    A step keeps what operators give until its backward pass: results stay as many calls long as there are tensors to
+    take turns with, or the next call would write into the caches, which is up to three times as fast.
 
     Args:
         make: makes a call with tensors of its own.
-        num_bytes: of them.
+        num_bytes: of them and of its result.
     """
     copies = max(1, min(MOST_COPIES, math.ceil(COLD_BYTES / max(num_bytes, 1.0))))
     turns = itertools.cycle([make() for _ in range(copies)])
-    return lambda: next(turns)()
+    results: deque[Any] = deque(maxlen=copies)
+    return lambda: results.append(next(turns)())
 
 
 def seconds_behind_compute(collective: Call, device: torch.device, *, agree: Callable[[float], float]) -> float:
-    """Seconds by which a collective makes a product take longer, in the mean.
+    """Seconds by which a collective makes products take longer, in the mean.
 
-    Ranks of a program come to a collective from computing, one later than another, and where the host's processors
-    carry the bytes they have been busy until then: collectives one after the other are quicker than that, and their
-    median hides the calls that wait for a processor. On a GPU, which carries bytes itself, they are timed so.
+    Ranks of a program come to a collective from computing, one later than another (the longer they have computed, the
+    more), and where the host's processors carry the bytes they have been busy until then: collectives one after the
+    other are quicker than that, and their median hides the calls that wait for a processor. On a GPU, which carries
+    bytes itself, they are timed so.
     """
     if device.type == "cuda":
         return seconds_of(collective, device, agree=agree)
     left, right = (torch.rand(PRODUCT_SIDE, PRODUCT_SIDE) for _ in range(2))
 
+    def compute() -> None:
+        for _ in range(NUM_PRODUCTS):
+            torch.mm(left, right)
+
     def both() -> None:
-        torch.mm(left, right)
+        compute()
         collective()
 
     both()
@@ -65,9 +77,9 @@ def seconds_behind_compute(collective: Call, device: torch.device, *, agree: Cal
     rounds = max(PAIRS, min(10 * PAIRS, math.ceil(PAIRS_SECONDS / max(once, 1e-9))))
     alone, together = [], []
     for _ in range(rounds):
-        alone.append(_round(lambda: torch.mm(left, right), 1, device))
+        alone.append(_round(compute, 1, device))
         together.append(_round(both, 1, device))
-    return max(fmean(together) - median(alone), min(together) - min(alone), 1e-7)
+    return max(fmean(together) - fmean(alone), min(together) - min(alone), 1e-7)
 
 
 def _round(call: Call, calls: int, device: torch.device) -> float:

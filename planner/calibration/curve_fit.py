@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from cost_models.efficiency import Curve
 
@@ -39,9 +40,8 @@ def fit_curve(points: Iterable[tuple[float, float]]) -> Curve:
 
 def _middle(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The geometric mean of sizes, the median of efficiencies."""
-    ordered = sorted(efficiency for _, efficiency in points)
     size = math.exp(sum(math.log(size) for size, _ in points) / len(points))
-    return size, ordered[len(ordered) // 2]
+    return size, median(efficiency for _, efficiency in points)
 
 
 def _isotonic(values: Sequence[float]) -> list[float]:

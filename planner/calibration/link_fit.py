@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 from cost_models.collectives import seconds_over
 from cost_models.efficiency import FULL, Curve
@@ -13,8 +14,10 @@ from planner.calibration.collective_cases import COLLECTIVES
 from planner.calibration.curve_fit import fit_curve
 from planner.calibration.measured_call import MeasuredCall
 
-#: Of calls that take less than so many times the latency nothing is said about the bandwidth.
-LATENCY_BOUND = 1.5
+#: Calls whose bytes take less than that share of their time at the full bandwidth are latency's.
+SHORT = 0.05
+#: Calls say something of the bandwidth whose bytes take more than that share of the latency at the full bandwidth.
+SEEN = 0.3
 _PROTOCOL = "measured"
 
 
@@ -22,8 +25,8 @@ def fit_level(name: str, group_size: int, calls: Sequence[MeasuredCall]) -> Link
     """The level of links that ``calls`` were measured over.
 
     A collective takes α + steps·hop + x / e(bytes), where x is what its bytes take at the full bandwidth, the largest
-    that any call reached. α and the latency of a hop are the least squares through the shortest calls of groups of
-    several sizes, neither below zero; e is a curve through the rest.
+    that any call reached. α and the latency of a hop are the least squares through groups of several sizes, of each the
+    median of the calls that are latency's (``SHORT``), neither below zero; e is a curve through the rest.
 
     Raises:
         ValueError: if nothing was measured over it.
@@ -32,7 +35,7 @@ def fit_level(name: str, group_size: int, calls: Sequence[MeasuredCall]) -> Link
     if not fitted:
         raise ValueError(f"no collective was measured over the level {name!r}")
     bandwidth = max(_bytes_sent(call) / call.seconds for call in fitted)
-    latencies = {each: _latencies([call for call in fitted if call.kind == each]) for each in COLLECTIVES}
+    latencies = {each: _latencies([call for call in fitted if call.kind == each], bandwidth) for each in COLLECTIVES}
     level = LinkLevel(name, group_size, latency=latencies["send_recv"][0], bandwidth=bandwidth)
     protocols = {
         each: _protocol(each, latencies[each], bandwidth, [call for call in fitted if call.kind == each])
@@ -69,14 +72,22 @@ def _steps(call: MeasuredCall) -> float:
     return 0.0 if call.kind == "send_recv" else _priced(call, num_bytes=0.0, hop=1.0)
 
 
-def _latencies(calls: Sequence[MeasuredCall]) -> tuple[float, float]:
-    """(α, seconds of a hop) through the shortest call of each size of group, both at least zero."""
-    shortest: dict[int, MeasuredCall] = {}
+def _is_short(call: MeasuredCall, bandwidth: float) -> bool:
+    return _bytes_sent(call) / bandwidth < SHORT * call.seconds
+
+
+def _latencies(calls: Sequence[MeasuredCall], bandwidth: float) -> tuple[float, float]:
+    """(α, seconds of a hop) through the median of the short calls of each size of group, both at least zero.
+
+    Where no call is that short the shortest stands in.
+    """
+    by_size: dict[int, list[MeasuredCall]] = {}
     for call in calls:
-        best = shortest.get(call.ranks)
-        if best is None or call.seconds < best.seconds:
-            shortest[call.ranks] = call
-    points = [(_steps(call), call.seconds) for call in shortest.values()]
+        by_size.setdefault(call.ranks, []).append(call)
+    points = []
+    for alike in by_size.values():
+        short = [call.seconds for call in alike if _is_short(call, bandwidth)]
+        points.append((_steps(alike[0]), median(short or [min(call.seconds for call in alike)])))
     if not points:
         return 0.0, 0.0
     mean_steps, mean = (sum(column) / len(points) for column in zip(*points))
@@ -95,9 +106,8 @@ def _protocol(
     alpha, hop = latencies
     points = []
     for call in calls:
-        started = alpha + hop * _steps(call)
-        moving = call.seconds - started
-        if call.seconds > LATENCY_BOUND * started:
-            points.append((call.num_bytes, min(1.0, _bytes_sent(call) / bandwidth / moving)))
+        started, whole = alpha + hop * _steps(call), _bytes_sent(call) / bandwidth
+        if whole > SEEN * started:
+            points.append((call.num_bytes, min(1.0, whole / max(call.seconds - started, whole))))
     curve: Curve = fit_curve(points) if points else FULL
     return Protocol(_PROTOCOL, alpha, hop, curve, collectives=(collective,))

@@ -44,7 +44,7 @@ class MeasuredCall:
 
 
 #: How calls are timed, in words: those timed otherwise are not taken up.
-_TIMED = "operators on cold tensors, collectives behind compute"
+_TIMED = "operators on cold tensors into cold memory, collectives behind milliseconds of compute"
 _COLUMNS = tuple(entry.name for entry in fields(MeasuredCall))
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
+import torch.nn.functional as F
 
 from runtime.kernels.cross_entropy import autocasts
 from runtime.kernels.direct import apply_of, nobody_listens
@@ -129,17 +130,19 @@ def check_experts(
 
 
 class ExpertRouting(NamedTuple):
-    """Rows sorted by expert.
+    """Rows sorted by expert: [R], all T·k, or on a processor, where to count them costs nothing, those of an expert.
 
     Attributes:
-        order: for each sorted row its place among all T·k, [T·k].
-        expert: its expert, E for none, [T·k].
+        order: for each sorted row its place among all T·k, [R].
+        expert: its expert, E for none, [R].
         groups: how many rows every expert has.
+        num_rows: T·k.
     """
 
     order: torch.Tensor
     expert: torch.Tensor
     groups: ExpertGroups
+    num_rows: int
 
     @staticmethod
     def of(expert_ids: torch.Tensor, num_experts: int) -> ExpertRouting:
@@ -147,16 +150,23 @@ class ExpertRouting(NamedTuple):
         flat = expert_ids.reshape(-1)
         flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
         expert, order = torch.sort(flat, stable=True)
-        return ExpertRouting(order, expert, ExpertGroups(torch.bincount(flat, minlength=num_experts + 1)[:num_experts]))
+        counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
+        end = int(counts.sum()) if flat.is_cpu and not runs_triton(flat) else len(flat)
+        return ExpertRouting(order[:end], expert[:end], ExpertGroups(counts), len(flat))
 
     def unsorted(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sorted rows back where they were."""
-        result = torch.empty_like(rows)
+        """Sorted rows [R, …] back where they were, [T·k, …]; zeros for others."""
+        make = rows.new_empty if len(rows) == self.num_rows else rows.new_zeros
+        result = make((self.num_rows, *rows.shape[1:]))
         result[self.order] = rows
         return result
 
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sorted rows [R, N], and zeros behind them, [T·k, N]."""
+        return rows if len(rows) == self.num_rows else F.pad(rows, (0, 0, 0, self.num_rows - len(rows)))
+
     def combined(self, rows: torch.Tensor, scores: torch.Tensor | None, *, ids: torch.Tensor) -> torch.Tensor:
-        """Sorted rows [T·k, H] of each token, weighed by scores [T, k], like ``ids``, and added up: [T, H]."""
+        """Sorted rows [R, H] of each token, weighed by scores [T, k], like ``ids``, and added up: [T, H]."""
         if runs_triton(rows):
             return sums_of_choices(rows, self.order, scores, num_tokens=len(ids))
         by_token = self.unsorted(rows).view(*ids.shape, rows.shape[1])
@@ -182,7 +192,7 @@ def _aten(
         inner, _ = ACTIVATIONS[activation].inner(hidden)
         rows = products(inner, down.transpose(1, 2), routing.groups)
         _add_bias(rows, down_bias, routing)
-        return routing.combined(rows, scores, ids=expert_ids), hidden
+        return routing.combined(rows, scores, ids=expert_ids), routing.padded(hidden)
 
 
 def combined(rows: torch.Tensor, scores: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -225,7 +235,7 @@ def _aten_backward(
     results = [nothing] * 6
     with without_autocast(x):
         routing = ExpertRouting.of(expert_ids, len(gate_up))
-        token = routing.order // k
+        token, hidden = routing.order // k, hidden[: len(routing.order)]
         by_row = grad[token]
         by_inner = products(by_row, down, routing.groups)
         weights = None if scores is None else scores.reshape(-1)[routing.order]
@@ -255,8 +265,8 @@ def _score_gradient(
     """Gradients of all scores [T·k]: of each expert's output times that output, which is not computed again.
 
     Args:
-        by_score: what the output without its bias gives, of sorted rows [T·k].
-        by_row: gradients of the outputs, sorted [T·k, H].
+        by_score: what the output without its bias gives, of sorted rows [R].
+        by_row: gradients of the outputs, sorted [R, H].
     """
     if down_bias is not None:
         padded = torch.cat([down_bias, down_bias.new_zeros((1, down_bias.shape[1]))])
