@@ -1,8 +1,8 @@
 """Cut the chain of parts into chunks: what each chunk receives, computes and sends.
 
 Only live values cross a cut: computed before it, used behind it, and not something that every stage computes itself
-(``passes.repeats.model_units.made_anywhere``), which is computed again instead. A value used two chunks on passes
-through the one between.
+(``passes.repeats.model_units.made_anywhere``) or converts of a weight that it holds, which is computed again instead. A
+value used two chunks on passes through the one between.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class _Cutter:
             recomputed[id(maker)] = maker
 
     def _is_easy(self, local: Local) -> bool:
-        return local.state is None and local.value.name in self.easy and not isinstance(self.makers.get(local), Repeat)
+        if local.state is not None or isinstance(self.makers.get(local), Repeat):
+            return False
+        return local.value.name in self.easy or local.value.kind == "parameter"
 
     def _crossing(self, operations: Sequence[Sequence[Operation]]) -> list[tuple[Local, ...]]:
         """For each chunk, the values that cross the cut before it, in the order in which they are computed."""
