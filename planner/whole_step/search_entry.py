@@ -23,6 +23,8 @@ class SearchEntry:
     weight: float = 0.0
     #: Least seconds of a micro-batch beside its operators as level 1 counts them: computed again, gradients copied.
     beside: float = 0.0
+    #: How many of those copy gradients.
+    copied: float = 0.0
     effort: float = 0.0
     #: Where the entry stands for all candidates of a family.
     family: Family | None = None

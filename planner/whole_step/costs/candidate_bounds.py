@@ -26,6 +26,7 @@ from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.parameter_passes import LEAST_UNPACKED, least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
+from planner.whole_step.costs.split_fills import PhaseSeconds, operator_seconds
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
 
 #: Relative slack for sums of bytes.
@@ -104,6 +105,7 @@ class Bounds:
         self._missing: dict[tuple[object, ...], float] = {}
         self._recompute: dict[tuple[object, ...], float] = {}
         self._gradients: dict[tuple[int, ...], float] = {}
+        self._undivided: dict[int, PhaseSeconds] = {}
 
     def whole(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
@@ -235,6 +237,14 @@ class Bounds:
             )
         return self._gradients[key]
 
+    def undivided(self, pieces: int) -> PhaseSeconds:
+        """Seconds of all operators on one micro-batch, by phase, if only the batch is divided."""
+        if pieces not in self._undivided:
+            sharded = self.level_one.alone(Cut(pieces))
+            assert sharded is not None  # the candidate has been bounded by it
+            self._undivided[pieces] = operator_seconds(sharded.figures)
+        return self._undivided[pieces]
+
     def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
         layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
         if sharded is None:
@@ -291,7 +301,7 @@ class Bounds:
             room = enough - self._experts[cut]
             return max(least, self._beside(cut, lambda merged: self.rest.by_axis(merged, room)))
         for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
-            for part in divisors(size)[1:]:
+            for part in self._telling_parts(size):
                 if least >= enough:
                     return least
                 along = Cut(cut.pieces, 1, part) if axis == TENSOR else Cut(cut.pieces, part)
@@ -305,6 +315,12 @@ class Bounds:
         along = Cut(cut.pieces, cut.context)
         self.conversions[cut.tensor].add(along, self.level_one.beside(along, cut.tensor))
         return max(least, self.scaled(cut))
+
+    def _telling_parts(self, size: int) -> list[int]:
+        """Sizes of an axis whose own programs bound one of ``size`` devices: that alone if it lies within a node; else,
+        smallest first, its divisors that do not, which talk over slower links and bound many other sizes."""
+        node = self.level_one.cluster.levels[0].group_size
+        return [part for part in divisors(size) if part > node] or [size]
 
     def learn(self, cut: Cut, seconds: float) -> None:
         """Record the seconds of a cut on the best links, to bound cuts into more parts."""
