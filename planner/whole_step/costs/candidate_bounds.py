@@ -77,6 +77,31 @@ class _Least:
 
 
 @dataclass(frozen=True)
+class _Savings:
+    """Of the undivided model: the largest of the units' least peaks; (copies, bytes saved at most) of every unit; and
+    (seconds a byte, bytes, seconds) of all steps from there to its leanest policies, least a byte first."""
+
+    peak: float
+    most: tuple[tuple[int, float], ...]
+    steps: tuple[tuple[float, float, float], ...]
+
+    @staticmethod
+    def of(sharded: Sharded) -> _Savings:
+        most: list[tuple[int, float]] = []
+        steps: list[tuple[float, float, float]] = []
+        for figures in sharded.figures:
+            hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
+            count = figures.unit.count
+            most.append((count, hull[0][0]))
+            steps += [
+                ((cost - less) / max(1.0, saved_bytes - fewer), count * (saved_bytes - fewer), count * (cost - less))
+                for (saved_bytes, less), (fewer, cost) in pairwise(hull)
+            ]
+        peak = max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures)
+        return _Savings(peak, tuple(most), tuple(sorted(steps)))
+
+
+@dataclass(frozen=True)
 class _ZeroCosts:
     """Of one ZeRO stage: bytes held, and seconds of a micro-batch on the communication streams and in copies."""
 
@@ -99,6 +124,7 @@ class Bounds:
         self.impossible: set[Cut] = set()
         self._zero: dict[MeshLayout, tuple[list[tuple[float, float]], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
+        self._savings: dict[int, _Savings | None] = {}
         self._experts: dict[Cut, float] = {}
         #: Lower bound of each device's memory shortfall in bytes, set when no recompute policy or ZeRO stage fits.
         self.missing = 0.0
@@ -246,27 +272,18 @@ class Bounds:
         return self._undivided[pieces]
 
     def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
-        layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
-        if sharded is None:
+        layout, savings = candidate.layout, self._savings_of(candidate.cut.pieces)
+        if savings is None:
             return math.inf
         ways = layout.context * layout.tensor * layout.expert
         least = self._least(candidate.cut.pieces)
         assert least is not None  # there is a sharding
         room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
-        room -= max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures) / ways
-        seconds, steps = 0.0, []
-        for figures in sharded.figures:
-            hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
-            room -= figures.unit.count * held * hull[0][0] / ways
-            steps += [
-                (
-                    (cost - less) / max(1.0, saved_bytes - fewer),
-                    figures.unit.count * (saved_bytes - fewer),
-                    figures.unit.count * (cost - less),
-                )
-                for (saved_bytes, less), (fewer, cost) in pairwise(hull)
-            ]
-        for _, freed, cost in sorted(steps):
+        room -= savings.peak / ways
+        for count, saved_bytes in savings.most:
+            room -= count * held * saved_bytes / ways
+        seconds = 0.0
+        for _, freed, cost in savings.steps:
             if room >= 0:
                 break
             share = min(1.0, -room * ways / (held * freed)) if freed else 0.0
@@ -276,6 +293,13 @@ class Bounds:
             self.missing = -room / layout.pipeline
             return math.inf
         return seconds / ways
+
+    def _savings_of(self, pieces: int) -> _Savings | None:
+        """What recomputing saves of the undivided model, worked out once; None if nothing divides the batch so."""
+        if pieces not in self._savings:
+            sharded = self.level_one.alone(Cut(pieces))
+            self._savings[pieces] = None if sharded is None else _Savings.of(sharded)
+        return self._savings[pieces]
 
     def scaled(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from the recorded cuts into fewer parts on the same axes.
