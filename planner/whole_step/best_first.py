@@ -305,12 +305,15 @@ class Search(BoundedSearch):
         """Bound by what ZeRO must gather, lay out and reduce in every micro-batch to fit in memory."""
         candidate = entry.candidate
         links = {layout: self.links_on(layout) for layout in self.zero_layouts(candidate.layout)}
-        seconds, unpacking = self.bounds.zero(candidate, links, self.memory, self.setting(candidate).zero)
+        stages = self.setting(candidate).zero
+        seconds = self.bounds.zero(candidate, links, self.memory, stages)
         if seconds == float("inf"):
             self._lacks(candidate, self.bounds.missing)
             return
         communicating = seconds * candidate.num_microbatches / candidate.layout.pipeline
-        beside = entry.beside + (0.0 if self.cluster.has_unequal_devices else unpacking)
+        beside = entry.beside
+        if not self.cluster.has_unequal_devices:
+            beside += self.bounds.passes(candidate, links, self.memory, stages)
         following = self._next(entry, communicating, beside=beside)
         following.bound = max(following.bound, self._bound(following, self.bounds.scaled(candidate.cut)))
         yield following

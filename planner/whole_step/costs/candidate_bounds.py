@@ -23,8 +23,10 @@ from cost_models.schedules import in_flight
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, divisors
 from planner.whole_step.candidates.training_options import TrainingOptions
+from planner.whole_step.costs.hulls import hull
+from planner.whole_step.costs.least_passes import StageSeconds, least_beside, stage_seconds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
-from planner.whole_step.costs.parameter_passes import LEAST_UNPACKED, least_gradient_bytes
+from planner.whole_step.costs.parameter_passes import least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.split_fills import PhaseSeconds, operator_seconds
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
@@ -90,24 +92,15 @@ class _Savings:
         most: list[tuple[int, float]] = []
         steps: list[tuple[float, float, float]] = []
         for figures in sharded.figures:
-            hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
+            edge = hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
             count = figures.unit.count
-            most.append((count, hull[0][0]))
+            most.append((count, edge[0][0]))
             steps += [
                 ((cost - less) / max(1.0, saved_bytes - fewer), count * (saved_bytes - fewer), count * (cost - less))
-                for (saved_bytes, less), (fewer, cost) in pairwise(hull)
+                for (saved_bytes, less), (fewer, cost) in pairwise(edge)
             ]
         peak = max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures)
         return _Savings(peak, tuple(most), tuple(sorted(steps)))
-
-
-@dataclass(frozen=True)
-class _ZeroCosts:
-    """Of one ZeRO stage: bytes held, and seconds of a micro-batch on the communication streams and in copies."""
-
-    held: float
-    communication: float
-    unpacking: float
 
 
 class Bounds:
@@ -122,7 +115,9 @@ class Bounds:
         #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
         self.conversions: defaultdict[int, PricedCuts] = defaultdict(PricedCuts)
         self.impossible: set[Cut] = set()
-        self._zero: dict[MeshLayout, tuple[list[tuple[float, float]], ...]] = {}
+        self._zero: dict[MeshLayout, list[tuple[float, float]]] = {}
+        self._stages: dict[MeshLayout, list[list[StageSeconds]]] = {}
+        self._passes: dict[tuple[MeshLayout, int], float] = {}
         self._leasts: dict[int, _Least | None] = {}
         self._savings: dict[int, _Savings | None] = {}
         self._experts: dict[Cut, float] = {}
@@ -157,40 +152,59 @@ class Bounds:
 
     def zero(
         self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
-    ) -> tuple[float, float]:
-        """Lower bounds of ZeRO's seconds for one micro-batch, over all ranks together: of communication streams, and of
-        laying out what was gathered, which adds to every bound of the rest.
+    ) -> float:
+        """Lower bound of the seconds on ZeRO's communication streams for one micro-batch, over all ranks together.
 
         State must fit beside the least activations. A relaxation: fractions of layers take each stage over each group
         of ``links`` (layouts that differ in ``zero_ranks``), those that free most bytes a second first (as in
         ``recompute``). Infinite if no stage fits.
         """
-        least = self._least(candidate.cut.pieces)
-        assert least is not None  # the candidate has been bounded by it
-        layout = candidate.layout
-        ways = layout.context * layout.tensor * layout.expert
-        activations = max(least.saved, least.peak) / ways
+        layout, room = candidate.layout, self._room_for_state(candidate, memory)
         if layout not in self._zero:
-            costs = tuple(self._zero_costs(candidate, links, stages))
-            self._zero[layout] = tuple(
-                _hull([(cost.held, seconds) for cost, seconds in zip(costs, of_stream)])
-                for of_stream in ([cost.communication for cost in costs], [cost.unpacking for cost in costs])
-            )
-        room = memory * layout.pipeline - activations
-        communication, unpacking = (_least_within(room, hull) for hull in self._zero[layout])
+            self._zero[layout] = hull(list(self._zero_costs(candidate, links, stages)))
+        communication = _least_within(room, self._zero[layout])
         if communication == math.inf:
-            self.missing = (self._zero[layout][0][-1][0] - room) / layout.pipeline
-        return communication, unpacking
+            self.missing = (self._zero[layout][-1][0] - room) / layout.pipeline
+        return communication
+
+    def _room_for_state(self, candidate: Candidate, memory: float) -> float:
+        """Bytes of all ranks of one pipeline beside the least activations."""
+        least, layout = self._least(candidate.cut.pieces), candidate.layout
+        assert least is not None  # the candidate has been bounded by it
+        return memory * layout.pipeline - max(least.saved, least.peak) / _num_parts(layout)
+
+    def passes(
+        self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
+    ) -> float:
+        """Lower bound of the seconds by which ZeRO prolongs the compute of one micro-batch, over all ranks together:
+        see ``planner.whole_step.costs.least_passes``. It adds to every bound of the rest."""
+        key = candidate.layout, candidate.cut.pieces
+        if key not in self._passes:
+            sharded = self.level_one.alone(Cut(candidate.cut.pieces))
+            assert sharded is not None  # the candidate has been bounded by it
+            layout, training = candidate.layout, self.training
+            if layout not in self._stages:
+                self._stages[layout] = [list(stage_seconds(each, links, stages, training)) for each in sharded.figures]
+            self._passes[key] = least_beside(
+                sharded.figures,
+                self._stages[layout],
+                parts=_num_parts(layout),
+                num_microbatches=candidate.num_microbatches,
+                slowdown=next(iter(links.values())).axes.device.overlap_slowdown,
+                room=self._room_for_state(candidate, memory),
+            )
+        return self._passes[key]
 
     def _zero_costs(
         self, candidate: Candidate, links_of: Mapping[MeshLayout, Links], stages: Collection[int]
-    ) -> Iterator[_ZeroCosts]:
-        """Costs of the whole model, over one pipeline, at every ZeRO stage over every group."""
+    ) -> Iterator[tuple[float, float]]:
+        """(bytes held, seconds of a micro-batch on the communication streams) of the whole model, over one pipeline, at
+        every ZeRO stage over every group."""
         sharded = self.level_one.alone(Cut(candidate.cut.pieces))
         assert sharded is not None  # the candidate has been bounded by it
         stages = stages if candidate.layout.group > 1 else (0,)
         for (layout, links), stage in itertools.product(links_of.items(), stages):
-            held = seconds = unpacking = 0.0
+            held = seconds = 0.0
             for figures in sharded.figures:
                 gathered, reduced = [0.0, 0.0], [0.0, 0.0]  # of experts on an axis of their own, behind the rest
                 for weight in figures.weights:
@@ -215,10 +229,7 @@ class Bounds:
                     if stage >= 2:
                         reduce = prices.collective_seconds("reduce_scatter", num_bytes=reduced[group], axis=DATA)
                         seconds += figures.unit.count * reduce
-                if stage == 3:
-                    copied = LEAST_UNPACKED * sum(gathered)  # whole at least, forward and backward
-                    unpacking += figures.unit.count * 2 * _copying(copied, links.axes)
-            yield _ZeroCosts(held, seconds, unpacking)
+            yield held, seconds
 
     def recompute(self, candidate: Candidate, memory: float) -> float:
         """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device.
@@ -413,32 +424,15 @@ def _copying(num_bytes: float, prices: CostModel) -> float:
     return prices.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="list_copy")
 
 
-def _least_within(room: float, hull: list[tuple[float, float]]) -> float:
+def _num_parts(layout: MeshLayout) -> int:
+    return layout.context * layout.tensor * layout.expert
+
+
+def _least_within(room: float, edge: list[tuple[float, float]]) -> float:
     """The least cost at which no more than ``room`` bytes are held; infinite if there is none."""
-    if room >= hull[0][0]:
-        return hull[0][1]
-    for (most, less), (fewer, more) in pairwise(hull):
+    if room >= edge[0][0]:
+        return edge[0][1]
+    for (most, less), (fewer, more) in pairwise(edge):
         if room >= fewer:
             return less + (more - less) * (most - room) / (most - fewer)
-    return math.inf if room < hull[-1][0] * (1 - ROUNDING) else hull[-1][1]
-
-
-def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull of points (bytes, seconds), from most bytes to fewest."""
-    best: dict[float, float] = {}
-    for num_bytes, cost in points:
-        best[num_bytes] = min(cost, best.get(num_bytes, math.inf))
-    hull: list[tuple[float, float]] = []
-    for num_bytes, cost in sorted(best.items(), reverse=True):
-        if hull and cost <= hull[-1][1]:
-            hull.pop()
-        while len(hull) > 1 and _steeper(hull[-2], hull[-1], (num_bytes, cost)):
-            hull.pop()
-        hull.append((num_bytes, cost))
-    return hull
-
-
-def _steeper(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether ``middle`` is no better than a convex combination of its neighbours."""
-    freed, cost = first[0] - last[0], last[1] - first[1]
-    return (middle[1] - first[1]) * freed >= cost * (first[0] - middle[0])
+    return math.inf if room < edge[-1][0] * (1 - ROUNDING) else edge[-1][1]
