@@ -24,13 +24,11 @@ from planner.pipeline_ilp.stage_bounds import memory_shortfall
 from planner.pipeline_ilp.stage_ilp import bound_within_memory, solve_stages
 from planner.pipeline_ilp.stage_search import CUTOFF
 from planner.solvers.linear import OPTIMAL, SECOND, UNPROVED
-from planner.whole_step.candidate_problems import CandidateProblems
+from planner.whole_step.bounded_search import BoundedSearch
 from planner.whole_step.candidates.candidates import Candidate, Family, families
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS
-from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
-from planner.whole_step.limited_search import LimitedSearch
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, SearchTeller
 from planner.whole_step.search_entry import SearchEntry
@@ -58,7 +56,7 @@ DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
 CUT_OFF = (3, 6, 7)
 
 
-class Search(LimitedSearch):
+class Search(BoundedSearch):
     """Best-first search over all candidates of one model on one cluster."""
 
     def __init__(
@@ -75,13 +73,6 @@ class Search(LimitedSearch):
         self.earlier: list[SearchEntry] | None = None
         self.finished: set[Candidate] = set()
         self.diving = False
-        self.bounds = Bounds(level_one, demands.training)
-
-    def share_prices(self, other: CandidateProblems) -> None:
-        """Take over what ``other`` has priced, bounded and proved, for the same demands but for gap and limits."""
-        super().share_prices(other)
-        if isinstance(other, Search):
-            self.bounds = other.bounds
 
     def go_on_from(self, other: Search) -> None:
         """Take over all that ``other``, for the same demands but for gap and limits, has left of its candidates; prices
@@ -245,34 +236,37 @@ class Search(LimitedSearch):
                 yield from self._members(family)
                 continue
             first = next(iter(family), None)
-            if first is not None and self._is_possible(first):
+            if first is not None and self._are_possible([first]):
                 bound = family.bound(self.bounds.whole(family.plainest.cut))
                 yield SearchEntry(bound, next(self.order), family.plainest, family=family)
 
     def _members(self, family: Family) -> Iterator[SearchEntry]:
-        """An entry for each candidate of a family that may fit in memory."""
-        for candidate in family:
-            self.counts["enumerated"] += 1
-            if not self._is_possible(candidate):
-                continue
+        """An entry for each candidate of a family that may fit in memory; what all have in common is asked for once."""
+        members = list(family)
+        self.counts["enumerated"] += len(members)
+        if not members or not self._are_possible(members):
+            return
+        whole, copied = self.bounds.whole(members[0].cut), 0.0
+        if not self.cluster.has_unequal_devices:  # of which a stage may have faster ones
+            copied = self.bounds.gradients(members[0], self.links_on(family.layout).axes)
+        for candidate in members:
             recompute = self.bounds.recompute(candidate, self.memory)
             if recompute == float("inf"):
                 self._lacks(candidate, self.bounds.missing)
                 continue
-            beside = recompute
-            if not self.cluster.has_unequal_devices:  # of which a stage may have faster ones
-                beside += self.bounds.gradients(candidate, self.links_on(candidate.layout).axes)
-            bound = self.step_bound(candidate, self.bounds.whole(candidate.cut) + beside)
-            yield SearchEntry(bound, next(self.order), candidate, beside=beside)
+            beside = recompute + copied
+            bound = self.step_bound(candidate, whole + beside)
+            yield SearchEntry(bound, next(self.order), candidate, beside=beside, copied=copied)
 
-    def _is_possible(self, candidate: Candidate) -> bool:
-        """Whether the cut divides the model and its least bytes fit."""
-        if self.bounds.whole(candidate.cut) == float("inf"):
-            self.counts["cannot be divided"] += 1
+    def _are_possible(self, members: list[Candidate]) -> bool:
+        """Whether the cut of a family's members divides the model and its least bytes fit."""
+        if self.bounds.whole(members[0].cut) == float("inf"):
+            self.counts["cannot be divided"] += len(members)
             return False
-        missing = self.bounds.memory(candidate) - self.memory
+        missing = self.bounds.memory(members[0]) - self.memory
         if missing > 0:
-            self._lacks(candidate, missing)
+            for candidate in members:
+                self._lacks(candidate, missing)
         return missing <= 0
 
     def _lacks(self, candidate: Candidate, missing: float) -> None:
@@ -304,14 +298,6 @@ class Search(LimitedSearch):
             setattr(following, name, value)
         return following
 
-    def _bound(self, entry: SearchEntry, seconds: float) -> float:
-        """Lower bound of the step if a micro-batch takes ``seconds`` beside ``entry.beside``."""
-        return self.step_bound(entry.candidate, seconds + entry.beside)
-
-    def step_bound(self, candidate: Candidate, seconds: float) -> float:
-        """Lower bound of a candidate's step if one micro-batch takes ``seconds``, as level 1 counts them."""
-        return candidate.bound(seconds)
-
     def _scale(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         yield self._next(entry, self._bound(entry, self.bounds.scaled(entry.candidate.cut)))
 
@@ -319,23 +305,25 @@ class Search(LimitedSearch):
         """Bound by what ZeRO must gather, lay out and reduce in every micro-batch to fit in memory."""
         candidate = entry.candidate
         links = {layout: self.links_on(layout) for layout in self.zero_layouts(candidate.layout)}
-        seconds, unpacking = self.bounds.zero(candidate, links, self.memory, self.setting(candidate).zero)
+        stages = self.setting(candidate).zero
+        seconds = self.bounds.zero(candidate, links, self.memory, stages)
         if seconds == float("inf"):
             self._lacks(candidate, self.bounds.missing)
             return
         communicating = seconds * candidate.num_microbatches / candidate.layout.pipeline
-        beside = entry.beside + (0.0 if self.cluster.has_unequal_devices else unpacking)
-        computing = self.step_bound(candidate, self.bounds.scaled(candidate.cut) + beside)
-        yield self._next(entry, max(communicating, computing), beside=beside)
+        beside = entry.beside
+        if not self.cluster.has_unequal_devices:
+            beside += self.bounds.passes(candidate, links, self.memory, stages)
+        following = self._next(entry, communicating, beside=beside)
+        following.bound = max(following.bound, self._bound(following, self.bounds.scaled(candidate.cut)))
+        yield following
 
     def _bound_by_axis(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         again = self._bound(entry, self.bounds.scaled(entry.candidate.cut))
         if again > entry.bound:
             yield replace(entry, bound=again)  # other candidates have tightened the bound meanwhile
             return
-        least = self.bounds.by_axis(
-            entry.candidate.cut, self._cutoff() / self.step_bound(entry.candidate, 1.0) - entry.beside
-        )
+        least = self.bounds.by_axis(entry.candidate.cut, self._enough(entry, self._cutoff()))
         if least == float("inf"):
             self.counts["cannot be divided"] += 1
             return
@@ -371,8 +359,10 @@ class Search(LimitedSearch):
             self.bounds.learn(candidate.cut, sharded.without_samples)
         bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
+            filled = self._bound_of_sharding(entry, sharded)
             for layout in self.zero_layouts(candidate.layout):
-                yield self._next(entry, bound, sharded=sharded, candidate=replace(candidate, layout=layout))
+                following = replace(candidate, layout=layout)
+                yield self._next(entry, max(bound, filled), sharded=sharded, candidate=following)
         yield from self._with_fewer_bytes(entry, bound)
 
     def _is_known(self, entry: SearchEntry, sharded: Sharded) -> bool:

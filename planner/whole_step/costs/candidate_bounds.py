@@ -23,9 +23,12 @@ from cost_models.schedules import in_flight
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, divisors
 from planner.whole_step.candidates.training_options import TrainingOptions
+from planner.whole_step.costs.hulls import hull
+from planner.whole_step.costs.least_passes import StageSeconds, least_beside, stage_seconds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
-from planner.whole_step.costs.parameter_passes import LEAST_UNPACKED, least_gradient_bytes
+from planner.whole_step.costs.parameter_passes import least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
+from planner.whole_step.costs.split_fills import PhaseSeconds, operator_seconds
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
 
 #: Relative slack for sums of bytes.
@@ -76,12 +79,28 @@ class _Least:
 
 
 @dataclass(frozen=True)
-class _ZeroCosts:
-    """Of one ZeRO stage: bytes held, and seconds of a micro-batch on the communication streams and in copies."""
+class _Savings:
+    """Of the undivided model: the largest of the units' least peaks; (copies, bytes saved at most) of every unit; and
+    (seconds a byte, bytes, seconds) of all steps from there to its leanest policies, least a byte first."""
 
-    held: float
-    communication: float
-    unpacking: float
+    peak: float
+    most: tuple[tuple[int, float], ...]
+    steps: tuple[tuple[float, float, float], ...]
+
+    @staticmethod
+    def of(sharded: Sharded) -> _Savings:
+        most: list[tuple[int, float]] = []
+        steps: list[tuple[float, float, float]] = []
+        for figures in sharded.figures:
+            edge = hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
+            count = figures.unit.count
+            most.append((count, edge[0][0]))
+            steps += [
+                ((cost - less) / max(1.0, saved_bytes - fewer), count * (saved_bytes - fewer), count * (cost - less))
+                for (saved_bytes, less), (fewer, cost) in pairwise(edge)
+            ]
+        peak = max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures)
+        return _Savings(peak, tuple(most), tuple(sorted(steps)))
 
 
 class Bounds:
@@ -96,14 +115,18 @@ class Bounds:
         #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
         self.conversions: defaultdict[int, PricedCuts] = defaultdict(PricedCuts)
         self.impossible: set[Cut] = set()
-        self._zero: dict[MeshLayout, tuple[list[tuple[float, float]], ...]] = {}
+        self._zero: dict[MeshLayout, list[tuple[float, float]]] = {}
+        self._stages: dict[MeshLayout, list[list[StageSeconds]]] = {}
+        self._passes: dict[tuple[MeshLayout, int], float] = {}
         self._leasts: dict[int, _Least | None] = {}
+        self._savings: dict[int, _Savings | None] = {}
         self._experts: dict[Cut, float] = {}
         #: Lower bound of each device's memory shortfall in bytes, set when no recompute policy or ZeRO stage fits.
         self.missing = 0.0
         self._missing: dict[tuple[object, ...], float] = {}
         self._recompute: dict[tuple[object, ...], float] = {}
         self._gradients: dict[tuple[int, ...], float] = {}
+        self._undivided: dict[int, PhaseSeconds] = {}
 
     def whole(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
@@ -129,40 +152,59 @@ class Bounds:
 
     def zero(
         self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
-    ) -> tuple[float, float]:
-        """Lower bounds of ZeRO's seconds for one micro-batch, over all ranks together: of communication streams, and of
-        laying out what was gathered, which adds to every bound of the rest.
+    ) -> float:
+        """Lower bound of the seconds on ZeRO's communication streams for one micro-batch, over all ranks together.
 
         State must fit beside the least activations. A relaxation: fractions of layers take each stage over each group
         of ``links`` (layouts that differ in ``zero_ranks``), those that free most bytes a second first (as in
         ``recompute``). Infinite if no stage fits.
         """
-        least = self._least(candidate.cut.pieces)
-        assert least is not None  # the candidate has been bounded by it
-        layout = candidate.layout
-        ways = layout.context * layout.tensor * layout.expert
-        activations = max(least.saved, least.peak) / ways
+        layout, room = candidate.layout, self._room_for_state(candidate, memory)
         if layout not in self._zero:
-            costs = tuple(self._zero_costs(candidate, links, stages))
-            self._zero[layout] = tuple(
-                _hull([(cost.held, seconds) for cost, seconds in zip(costs, of_stream)])
-                for of_stream in ([cost.communication for cost in costs], [cost.unpacking for cost in costs])
-            )
-        room = memory * layout.pipeline - activations
-        communication, unpacking = (_least_within(room, hull) for hull in self._zero[layout])
+            self._zero[layout] = hull(list(self._zero_costs(candidate, links, stages)))
+        communication = _least_within(room, self._zero[layout])
         if communication == math.inf:
-            self.missing = (self._zero[layout][0][-1][0] - room) / layout.pipeline
-        return communication, unpacking
+            self.missing = (self._zero[layout][-1][0] - room) / layout.pipeline
+        return communication
+
+    def _room_for_state(self, candidate: Candidate, memory: float) -> float:
+        """Bytes of all ranks of one pipeline beside the least activations."""
+        least, layout = self._least(candidate.cut.pieces), candidate.layout
+        assert least is not None  # the candidate has been bounded by it
+        return memory * layout.pipeline - max(least.saved, least.peak) / _num_parts(layout)
+
+    def passes(
+        self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
+    ) -> float:
+        """Lower bound of the seconds by which ZeRO prolongs the compute of one micro-batch, over all ranks together:
+        see ``planner.whole_step.costs.least_passes``. It adds to every bound of the rest."""
+        key = candidate.layout, candidate.cut.pieces
+        if key not in self._passes:
+            sharded = self.level_one.alone(Cut(candidate.cut.pieces))
+            assert sharded is not None  # the candidate has been bounded by it
+            layout, training = candidate.layout, self.training
+            if layout not in self._stages:
+                self._stages[layout] = [list(stage_seconds(each, links, stages, training)) for each in sharded.figures]
+            self._passes[key] = least_beside(
+                sharded.figures,
+                self._stages[layout],
+                parts=_num_parts(layout),
+                num_microbatches=candidate.num_microbatches,
+                slowdown=next(iter(links.values())).axes.device.overlap_slowdown,
+                room=self._room_for_state(candidate, memory),
+            )
+        return self._passes[key]
 
     def _zero_costs(
         self, candidate: Candidate, links_of: Mapping[MeshLayout, Links], stages: Collection[int]
-    ) -> Iterator[_ZeroCosts]:
-        """Costs of the whole model, over one pipeline, at every ZeRO stage over every group."""
+    ) -> Iterator[tuple[float, float]]:
+        """(bytes held, seconds of a micro-batch on the communication streams) of the whole model, over one pipeline, at
+        every ZeRO stage over every group."""
         sharded = self.level_one.alone(Cut(candidate.cut.pieces))
         assert sharded is not None  # the candidate has been bounded by it
         stages = stages if candidate.layout.group > 1 else (0,)
         for (layout, links), stage in itertools.product(links_of.items(), stages):
-            held = seconds = unpacking = 0.0
+            held = seconds = 0.0
             for figures in sharded.figures:
                 gathered, reduced = [0.0, 0.0], [0.0, 0.0]  # of experts on an axis of their own, behind the rest
                 for weight in figures.weights:
@@ -187,10 +229,7 @@ class Bounds:
                     if stage >= 2:
                         reduce = prices.collective_seconds("reduce_scatter", num_bytes=reduced[group], axis=DATA)
                         seconds += figures.unit.count * reduce
-                if stage == 3:
-                    copied = LEAST_UNPACKED * sum(gathered)  # whole at least, forward and backward
-                    unpacking += figures.unit.count * 2 * _copying(copied, links.axes)
-            yield _ZeroCosts(held, seconds, unpacking)
+            yield held, seconds
 
     def recompute(self, candidate: Candidate, memory: float) -> float:
         """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device.
@@ -235,28 +274,27 @@ class Bounds:
             )
         return self._gradients[key]
 
+    def undivided(self, pieces: int) -> PhaseSeconds:
+        """Seconds of all operators on one micro-batch, by phase, if only the batch is divided."""
+        if pieces not in self._undivided:
+            sharded = self.level_one.alone(Cut(pieces))
+            assert sharded is not None  # the candidate has been bounded by it
+            self._undivided[pieces] = operator_seconds(sharded.figures)
+        return self._undivided[pieces]
+
     def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
-        layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
-        if sharded is None:
+        layout, savings = candidate.layout, self._savings_of(candidate.cut.pieces)
+        if savings is None:
             return math.inf
         ways = layout.context * layout.tensor * layout.expert
         least = self._least(candidate.cut.pieces)
         assert least is not None  # there is a sharding
         room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
-        room -= max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures) / ways
-        seconds, steps = 0.0, []
-        for figures in sharded.figures:
-            hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
-            room -= figures.unit.count * held * hull[0][0] / ways
-            steps += [
-                (
-                    (cost - less) / max(1.0, saved_bytes - fewer),
-                    figures.unit.count * (saved_bytes - fewer),
-                    figures.unit.count * (cost - less),
-                )
-                for (saved_bytes, less), (fewer, cost) in pairwise(hull)
-            ]
-        for _, freed, cost in sorted(steps):
+        room -= savings.peak / ways
+        for count, saved_bytes in savings.most:
+            room -= count * held * saved_bytes / ways
+        seconds = 0.0
+        for _, freed, cost in savings.steps:
             if room >= 0:
                 break
             share = min(1.0, -room * ways / (held * freed)) if freed else 0.0
@@ -266,6 +304,13 @@ class Bounds:
             self.missing = -room / layout.pipeline
             return math.inf
         return seconds / ways
+
+    def _savings_of(self, pieces: int) -> _Savings | None:
+        """What recomputing saves of the undivided model, worked out once; None if nothing divides the batch so."""
+        if pieces not in self._savings:
+            sharded = self.level_one.alone(Cut(pieces))
+            self._savings[pieces] = None if sharded is None else _Savings.of(sharded)
+        return self._savings[pieces]
 
     def scaled(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from the recorded cuts into fewer parts on the same axes.
@@ -291,7 +336,7 @@ class Bounds:
             room = enough - self._experts[cut]
             return max(least, self._beside(cut, lambda merged: self.rest.by_axis(merged, room)))
         for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
-            for part in divisors(size)[1:]:
+            for part in self._telling_parts(size):
                 if least >= enough:
                     return least
                 along = Cut(cut.pieces, 1, part) if axis == TENSOR else Cut(cut.pieces, part)
@@ -305,6 +350,12 @@ class Bounds:
         along = Cut(cut.pieces, cut.context)
         self.conversions[cut.tensor].add(along, self.level_one.beside(along, cut.tensor))
         return max(least, self.scaled(cut))
+
+    def _telling_parts(self, size: int) -> list[int]:
+        """Sizes of an axis whose own programs bound one of ``size`` devices: that alone if it lies within a node; else,
+        smallest first, its divisors that do not, which talk over slower links and bound many other sizes."""
+        node = self.level_one.cluster.levels[0].group_size
+        return [part for part in divisors(size) if part > node] or [size]
 
     def learn(self, cut: Cut, seconds: float) -> None:
         """Record the seconds of a cut on the best links, to bound cuts into more parts."""
@@ -373,32 +424,15 @@ def _copying(num_bytes: float, prices: CostModel) -> float:
     return prices.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="list_copy")
 
 
-def _least_within(room: float, hull: list[tuple[float, float]]) -> float:
+def _num_parts(layout: MeshLayout) -> int:
+    return layout.context * layout.tensor * layout.expert
+
+
+def _least_within(room: float, edge: list[tuple[float, float]]) -> float:
     """The least cost at which no more than ``room`` bytes are held; infinite if there is none."""
-    if room >= hull[0][0]:
-        return hull[0][1]
-    for (most, less), (fewer, more) in pairwise(hull):
+    if room >= edge[0][0]:
+        return edge[0][1]
+    for (most, less), (fewer, more) in pairwise(edge):
         if room >= fewer:
             return less + (more - less) * (most - room) / (most - fewer)
-    return math.inf if room < hull[-1][0] * (1 - ROUNDING) else hull[-1][1]
-
-
-def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull of points (bytes, seconds), from most bytes to fewest."""
-    best: dict[float, float] = {}
-    for num_bytes, cost in points:
-        best[num_bytes] = min(cost, best.get(num_bytes, math.inf))
-    hull: list[tuple[float, float]] = []
-    for num_bytes, cost in sorted(best.items(), reverse=True):
-        if hull and cost <= hull[-1][1]:
-            hull.pop()
-        while len(hull) > 1 and _steeper(hull[-2], hull[-1], (num_bytes, cost)):
-            hull.pop()
-        hull.append((num_bytes, cost))
-    return hull
-
-
-def _steeper(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether ``middle`` is no better than a convex combination of its neighbours."""
-    freed, cost = first[0] - last[0], last[1] - first[1]
-    return (middle[1] - first[1]) * freed >= cost * (first[0] - middle[0])
+    return math.inf if room < edge[-1][0] * (1 - ROUNDING) else edge[-1][1]

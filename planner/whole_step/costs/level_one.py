@@ -15,6 +15,7 @@ from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.least_units import least_of_units
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
+from planner.whole_step.costs.split_fills import PhaseSeconds, sharded_seconds
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices, ComputeTable
 from planner.whole_step.costs.unit_costs import StepUnits, unit_figures
 from planner.whole_step.costs.unit_figures import UnitFigures
@@ -67,6 +68,11 @@ class Sharded:
     def figures(self) -> tuple[UnitFigures, ...]:
         """Of every unit, in model order."""
         return unit_figures(self.space, self.step_units, self.variant)
+
+    @functools.cached_property
+    def by_phase(self) -> PhaseSeconds:
+        """Seconds of one micro-batch in all units, by phase."""
+        return sharded_seconds(self.figures)
 
 
 def batch_prices(links: Links, *, mixes: bool) -> BatchPrices:
