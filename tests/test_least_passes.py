@@ -69,7 +69,7 @@ def test_fractions_of_units_take_first_what_frees_most_bytes_a_second() -> None:
     candidate = next(search._first_entries()).candidate
     sharded = search.sharded(candidate)
     assert sharded is not None
-    unit = UnitFigures(sharded.figures[0].unit, (4.0, 6.0), (0.0, 0.0), 3.0, (), (), 0.0, 0.0)
+    unit = UnitFigures(sharded.figures[0].unit, (4.0, 6.0), (0.0, 0.0), 3.0, (), (), 0.0, 0.0, 0.0)
     cheap, dear = (
         [StageSeconds(100.0, 0.0, 0.0, 0.0, 8.0), StageSeconds(20.0, unpack, 10.0, 0.0, 0.0)] for unpack in (0.5, 3.0)
     )
