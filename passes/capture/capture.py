@@ -18,6 +18,7 @@ from passes.capture.convert import Source, convert
 from passes.capture.decisions import Decisions
 from passes.capture.draws import number_draws
 from passes.capture.eager_path import compiled_or_eager
+from passes.capture.early_checks import with_early_checks
 from passes.capture.export import export
 from passes.capture.flat_call import FlatCall, LossFunction, loss_path
 from passes.capture.forward_hooks import announced_hooks
@@ -114,7 +115,7 @@ def capture(
     }
     with _one_at_a_time, quick_pytrees(), quick_fakes():
         graph = _capture_shortened(model, options) if copy_repeats else None
-        return number_draws(_capture_whole(model, **options) if graph is None else graph)
+        return number_draws(with_early_checks(_capture_whole(model, **options)) if graph is None else graph)
 
 
 #: Tracing replaces functions of torch for its time.
