@@ -17,6 +17,7 @@ from passes.capture.decisions import Decisions
 from passes.capture.error_checks import harmless_answer
 from passes.capture.guard_values import StepValues
 from passes.capture.picked_rows import PickedRows
+from passes.capture.selected_branches import can_be_rewritten
 from passes.capture.shorten import NotRepeated
 from passes.capture.tracing_errors import describe_stack, innermost_frame_of_model
 from passes.capture.value_subgraph import Source, Subgraphs, UnknownValue
@@ -197,10 +198,14 @@ class ValueReads:
     def decide(self, flag: torch.Tensor) -> bool | None:
         """Whether a flag that weights decide holds, as this trace has it; None for others, whose values tell.
 
+        None also where both branches of the ``if`` that asks can be computed in place (``selected_branches``).
+
         Raises:
             NotRepeated: as ``check``.
         """
         if self._subgraphs is None or flag.numel() != 1 or not self._subgraphs.is_decided_by_weights(flag):
+            return None
+        if can_be_rewritten():
             return None
         flag = flag.clone()  # it may be written to
         return self._decide(flag if flag.dtype == torch.bool else flag != 0, usual=True)

@@ -14,7 +14,7 @@ from passes.capture.drawn_numbers import read_drawn_number
 from passes.capture.numbers_as_places import IndexNumbers
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
-from passes.capture.selected_branches import can_be_rewritten, with_selection
+from passes.capture.selected_branches import with_selection
 from passes.capture.strided_views import StridedViews
 from passes.capture.value_free_forms import call_without_values
 from passes.capture.value_reads import ValueReads
@@ -123,7 +123,7 @@ class WatchedForward(TorchFunctionMode):
         grouped = self.row_groups.call(name, args, kwargs or {})
         if grouped is not None:
             return grouped
-        decided = self._reads.decide(args[0]) if name == "__bool__" and not can_be_rewritten() else None
+        decided = self._reads.decide(args[0]) if name == "__bool__" else None
         if decided is not None:
             return decided
         num_entries = self._reads.num_entries
