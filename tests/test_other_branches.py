@@ -208,3 +208,17 @@ def test_equal_tensors_without_a_branch_are_checked() -> None:
     graph = capture(model, args=(X,))
     with pytest.raises(ValueError, match=r"two tensors are equal.*draws random numbers.*if torch\.equal"):
         interpret(graph, {graph.inputs[0].name: X}, lambda state: model.get_parameter(state.path))
+
+
+class PairsOnce(Steps):
+    """The places that weights choose, each once: as many rows as there are different ones."""
+
+    def decided(self, x: torch.Tensor) -> torch.Tensor:
+        return x[torch.unique(x.argmax(1))]
+
+
+def test_a_shape_that_weights_decide_is_refused_with_its_line() -> None:
+    with pytest.raises(
+        CaptureError, match=r"return x\[torch\.unique\(x\.argmax\(1\)\)\]: the shape of a result depends"
+    ):
+        capture(PairsOnce(), args=(X,), loss_fn=mean_square)
