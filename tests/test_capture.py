@@ -267,7 +267,7 @@ class Inner(nn.Module):
 @pytest.mark.parametrize(
     ("mode", "line", "reason"),
     [
-        ("branch", "y.sum() > 0", "control flow depends on a value, which depends on the parameter 'inner.weight'"),
+        ("branch", "y.sum() > 0", "parameters decide, and one of its branches cannot be traced (in module 'inner'"),
         ("item", "y.sum().item()", "read in Python (.item(), .tolist()), which depends on the parameter"),
         ("select", "y[y > 0]", "the shape of a result depends on a value that the program leaves open"),
         ("raise", "raise KeyError", "something the model raises itself"),

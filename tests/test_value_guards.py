@@ -120,7 +120,7 @@ class Twice(Branches):
 
     def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         tensor = {"weight": y, "draw": torch.rand(3)}[self.of]
-        return y if tensor.sum() > 0 else -y
+        return y if tensor.sum().item() > 0 else -y
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ class Twice(Branches):
 def test_what_training_changes_is_refused_with_the_line(of: str, reason: str) -> None:
     with pytest.raises(CaptureError, match=reason) as caught:
         capture(Twice(of), args=(X, LENGTHS))
-    assert "return y if tensor.sum() > 0" in str(caught.value)
+    assert "return y if tensor.sum().item() > 0" in str(caught.value)
 
 
 class Dropped(nn.Module):

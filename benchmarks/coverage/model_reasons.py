@@ -12,6 +12,8 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (r"takes labels, and its forward reads them nowhere", "takes labels, which its forward reads nowhere: no loss"),
     (r"draws a number and reads it in Python, where it decides",
      "decides by a number drawn on the host what each call computes"),
+    (r"the shape of a result depends on a value, which depends on the parameter",
+     "makes shapes of values that its weights decide"),
     (r"ForCausalLMLoss\(\) missing 1 required positional argument", "transformers calls a loss of another kind for it"),
 )  # fmt: skip
 

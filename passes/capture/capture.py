@@ -15,8 +15,10 @@ from torch.export.graph_signature import InputKind
 
 from passes.canonicalise import canonicalise, inline_regions
 from passes.capture.convert import Source, convert
+from passes.capture.decisions import Decisions
 from passes.capture.draws import number_draws
 from passes.capture.eager_path import compiled_or_eager
+from passes.capture.early_checks import with_early_checks
 from passes.capture.export import export
 from passes.capture.flat_call import FlatCall, LossFunction, loss_path
 from passes.capture.forward_hooks import announced_hooks
@@ -28,6 +30,7 @@ from passes.capture.next_call import check_next_call
 from passes.capture.one_process import as_one_process
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
 from passes.capture.ordered_sets import sets_in_order
+from passes.capture.other_branches import with_other_branches
 from passes.capture.picked_rows import (
     OperatorCall,
     PickedRows,
@@ -36,7 +39,7 @@ from passes.capture.picked_rows import (
     refuse_picked_rows,
     with_most_calls,
 )
-from passes.capture.refusals import names_of_paths, refuse_inputs, refuse_unsupported
+from passes.capture.refusals import first_read, names_of_paths, refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.rows_left_out import placeholders_without_rows
 from passes.capture.saved_values import lifted_values, reconnect_saved_values
@@ -112,7 +115,7 @@ def capture(
     }
     with _one_at_a_time, quick_pytrees(), quick_fakes():
         graph = _capture_shortened(model, options) if copy_repeats else None
-        return number_draws(_capture_whole(model, **options) if graph is None else graph)
+        return number_draws(with_early_checks(_capture_whole(model, **options)) if graph is None else graph)
 
 
 #: Tracing replaces functions of torch for its time.
@@ -125,7 +128,7 @@ def _capture_whole(model: nn.Module, **options: Any) -> Graph:
     graph, call = _traced(model, **options)
     if call.result.changes:
         check_next_call(model, graph, call, functools.partial(_traced, **options))
-    return graph
+    return with_other_branches(graph, call, lambda flipped: _traced(model, **options, flipped=flipped))
 
 
 def _traced(model: nn.Module, **options: Any) -> tuple[Graph, FlatCall]:
@@ -168,6 +171,7 @@ def _trace_path(
     open_dims: OpenDims | None = None,
     placed: Sequence[torch.Tensor] = (),
     returns_placed: bool = False,
+    flipped: Collection[int] = (),
 ) -> _Trace:
     stand_ins = StandIns(trace_device(), with_symbols=open_dims is not None)
     call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get, placed)
@@ -181,7 +185,12 @@ def _trace_path(
     paths = {id(module): name for name, module in copied.named_modules()}
     buffers = dict(model.named_buffers()) if buffer_values is None else buffer_values
     call.reads = ValueReads(
-        call.tensors if values is None else values, buffers, paths, whole=not repeats, picked=picked
+        call.tensors if values is None else values,
+        buffers,
+        paths,
+        whole=not repeats,
+        picked=picked,
+        decisions=Decisions(flipped),
     )
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
     with (
@@ -296,8 +305,8 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
         except NotRepeated:
             trace = _trace(model, **options, open_dims=open_dims)
             inline_regions(trace.program.graph_module)
-    if trace.call.result.changes or trace.call.reads.guards:
-        raise CaptureError("forward changes attributes, or reads values of its inputs, which is traced for each shape")
+    if trace.call.result.changes or trace.call.reads.guards or trace.call.reads.decisions.questions:
+        raise CaptureError("forward changes attributes, or reads values, which is traced for each shape")
 
     def graph(shapes: Mapping[Path, Any]) -> Graph:
         if own is not None and shapes == own[0]:
@@ -353,9 +362,9 @@ def _export(
     try:
         with torch.enable_grad(), answered_reads(call.reads.answer):
             program = export(call, tensors, open_dims=dims)
-            reads = _first_read(program) if dims is None else None
+            reads = first_read(program) if dims is None else None
             if reads is not None:
-                reads = _first_read(export(call, tensors, stack_traces=True)) or reads
+                reads = first_read(export(call, tensors, stack_traces=True)) or reads
     except Exception as error:
         is_of_values = bool(call.reads.guards) and not call.reads.picked.any_number_at
         if isinstance(error, MissingValues) or (is_of_values and is_raised_by_the_model(error)):
@@ -367,22 +376,6 @@ def _export(
         raise CaptureError(f"cannot capture {name}: {reads}")
     drop_answered(program)
     return program
-
-
-def _first_read(program: ExportedProgram) -> str | None:
-    """Where a tensor's value becomes a Python number or a shape, or a branch is taken on it, if anywhere."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            stack = list(node.meta.get("nn_module_stack", {}).values())
-            place = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
-            lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-            where = f", {' '.join(lines[-2:])}" if lines else ""
-            return (
-                f"in module {place!r}{where}: {node.target} makes a number or a shape out of a tensor's values, "
-                "which are not known when planning: use tensor operations of static shape"
-            )
-    return None
 
 
 def _sources(

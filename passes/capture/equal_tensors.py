@@ -1,7 +1,7 @@
-"""``torch.equal`` of floats that weights decide: true of what is computed alike, else traced as false and checked.
+"""``torch.equal`` of floats that weights decide: true of what is computed alike.
 
 A detector compares each layer's output with that of the last layer, whose student it is: no loss where both are one
-tensor. Other floats are equal by chance alone, and a program says so at the call where they are.
+tensor. Whether other floats are equal the program finds out (``other_branches``).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from passes.capture.stand_in import OneDevice
 from passes.capture.value_reads import ValueReads
 from passes.capture.watch import WatchedForward
 from passes.capture.wide_losses import losses_of
+from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
 from passes.torch_compat.tracer_questions import answered_lists
 
@@ -101,6 +102,8 @@ class FlatCall(nn.Module):
             path = _smallest(results)
             if path is not None:
                 results[path] = watched.checked(results[path])
+            elif self.reads.decisions.questions:
+                raise CaptureError("control flow depends on a value, and the model returns no tensor of floats")
         self.result.checkpoints = watched.checkpoints
         self.result.sizes_of_targets = watched.sizes_of_targets
         return structure, results

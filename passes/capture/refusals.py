@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from passes.capture.nested_values import Path
 from passes.ir.errors import CaptureError
@@ -159,3 +160,19 @@ def _names(hooks: Mapping[Any, Callable[..., Any]] | Iterable[Callable[..., Any]
 
 def _what(thing: Any) -> str:
     return "None" if thing is None else f"a {type(thing).__name__}" if not isinstance(thing, type) else thing.__name__
+
+
+def first_read(program: ExportedProgram) -> str | None:
+    """Where a tensor's value becomes a Python number or a shape, or a branch is taken on it, if anywhere."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            stack = list(node.meta.get("nn_module_stack", {}).values())
+            place = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+            lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+            where = f", {' '.join(lines[-2:])}" if lines else ""
+            return (
+                f"in module {place!r}{where}: {node.target} makes a number or a shape out of a tensor's values, "
+                "which are not known when planning: use tensor operations of static shape"
+            )
+    return None

@@ -23,8 +23,8 @@ def same_from_constants(first: Graph, second: Graph, constants: Mapping[str, str
         constants: states of ``second`` → outputs of ``first`` that it finds there, which ``second`` has not. They are
             constants if they are the same at every call.
     """
-    numbers = _Numbers()
-    one = numbers.of_values(first, {})
+    numbers = ValueNumbers()
+    one = numbers.of_values(first)
     constant = _same_at_every_call(first)
     if not constant.issuperset(first.outputs[output] for output in constants.values()):
         return False
@@ -55,14 +55,20 @@ def _effects(graph: Graph, numbers: Mapping[str, int]) -> tuple[list[int], int]:
     return writes, sum(node.draw is not None for node in number_draws(graph).nodes)
 
 
-class _Numbers:
+class ValueNumbers:
     """Numbers of values: equal for values that are computed alike."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
         self._literals: list[torch.Tensor] = []
 
-    def of_values(self, graph: Graph, computed: Mapping[str, int]) -> dict[str, int]:
+    def of_values(self, graph: Graph, computed: Mapping[str, int] | None = None) -> dict[str, int]:
+        """The number of each value of a graph.
+
+        Args:
+            computed: numbers of states that hold what another graph computes.
+        """
+        computed = computed or {}
         numbers: dict[str, int] = {}
         for value, path in zip(graph.inputs, graph.input_paths):
             numbers[value.name] = self._number(("input", path, value.shape, value.dtype))

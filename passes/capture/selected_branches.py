@@ -3,7 +3,8 @@
 No answer to ``if low.min() > high.max(): self.low = rows.min() else: self.low = 0.9 * self.low`` can be a constant of a
 program. Where the branches of such an ``if`` only assign what has no gradient, the model is traced again with a
 function that computes both and selects with ``torch.where`` (``branch_rewriting``). With a gradient the branch that is
-not taken could turn it to NaN, so that is refused, as is what draws or changes something.
+not taken could turn it to NaN, so that the ``if`` is left as it is, as is one that draws or changes something: both of
+its branches are then traced (``other_branches``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ import torch
 
 from passes.capture.another_trace import NeedsAnotherTrace
 from passes.capture.branch_rewriting import HELPER, rewritten
-from passes.capture.tracing_errors import innermost_frame_of_model, is_of_the_model
+from passes.capture.tracing_errors import frames_of_model, innermost_frame_of_model, is_of_the_model
 from passes.ir.errors import CaptureError, MissingValues
 
 _BUILTINS = (abs, bool, float, int, len, max, min, round, sum)
 _DRAWING = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "cauchy", "geometric")
 _INSTEAD = "choose with torch.where"
+
+#: Codes of rewritten functions → their own code, and the line of the ``if``, while they are replaced.
+_REWRITTEN: dict[CodeType, tuple[CodeType, int]] = {}
+#: Codes and lines of ``if`` that are not rewritten.
+_LEFT_ALONE: set[tuple[CodeType, int]] = set()
 
 
 class Unset:
@@ -34,10 +40,18 @@ def with_selection(refusal: CaptureError) -> NeedsAnotherTrace | None:
     frame = innermost_frame_of_model()
     if frame is None or isinstance(refusal, MissingValues) or not is_of_the_model(frame.f_code.co_filename):
         return None
+    if (frame.f_code, frame.f_lineno) in _LEFT_ALONE:
+        return None
     is_rewritten = HELPER in frame.f_code.co_names
     functions = [function for function in _functions(frame) if function.__code__ is frame.f_code]
     other = rewritten(frame.f_code, frame.f_lineno) if functions and not is_rewritten else None
-    return None if other is None else NeedsAnotherTrace(refusal, lambda: _replaced(functions, other))
+    line = frame.f_lineno
+    return None if other is None else NeedsAnotherTrace(refusal, lambda: _replaced(functions, other, line))
+
+
+def can_be_rewritten() -> bool:
+    """Whether the line that is running now is an ``if`` that can be rewritten."""
+    return with_selection(CaptureError("")) is not None
 
 
 def _functions(frame: FrameType) -> Iterator[FunctionType]:
@@ -54,9 +68,10 @@ def _functions(frame: FrameType) -> Iterator[FunctionType]:
 
 
 @contextlib.contextmanager
-def _replaced(functions: Sequence[FunctionType], other: CodeType) -> Iterator[None]:
-    """Inside the block functions, which have one code, run the ``other``."""
+def _replaced(functions: Sequence[FunctionType], other: CodeType, line: int) -> Iterator[None]:
+    """Inside the block functions, which have one code, run the ``other``, in which the ``if`` at ``line`` is new."""
     code, namespace = functions[0].__code__, functions[0].__globals__
+    _REWRITTEN[other] = code, line
     for function in functions:
         function.__code__ = other
     namespace[HELPER] = SelectedBranches
@@ -66,6 +81,29 @@ def _replaced(functions: Sequence[FunctionType], other: CodeType) -> Iterator[No
         for function in functions:
             function.__code__ = code
         namespace.pop(HELPER, None)
+        _REWRITTEN.pop(other, None)
+
+
+@contextlib.contextmanager
+def _left_alone(functions: Sequence[FunctionType], code: CodeType, line: int) -> Iterator[None]:
+    """Inside the block functions run their own code again, whose ``if`` at ``line`` is not rewritten any more."""
+    _LEFT_ALONE.add((code, line))
+    for function in functions:
+        function.__code__ = code
+    try:
+        yield
+    finally:
+        _LEFT_ALONE.discard((code, line))
+
+
+def _without_selection(refusal: CaptureError) -> CaptureError:
+    """Another trace without the rewritten function that is running now, which refuses what it is to select."""
+    frame = next((each for each in frames_of_model() if each.f_code in _REWRITTEN), None)
+    if frame is None:
+        return refusal
+    functions = [function for function in _functions(frame) if function.__code__ is frame.f_code]
+    own = _REWRITTEN[frame.f_code]
+    return NeedsAnotherTrace(refusal, lambda: _left_alone(functions, *own))
 
 
 class SelectedBranches:
@@ -109,9 +147,11 @@ class SelectedBranches:
         is_method |= isinstance(getattr(function, "__self__", None), torch.Tensor)
         writes = name.endswith("_") or kwargs.get("out") is not None or any(part in name for part in _DRAWING)
         if writes or not (is_of_torch or is_method or function in _BUILTINS):
-            raise CaptureError(
-                f"control flow depends on a value, and a branch calls {name or repr(function)}, which may change or "
-                f"draw something: {_INSTEAD}"
+            raise _without_selection(
+                CaptureError(
+                    f"control flow depends on a value, and a branch calls {name or repr(function)}, which may change "
+                    f"or draw something: {_INSTEAD}"
+                )
             )
         return function(*args, **kwargs)
 
@@ -123,7 +163,10 @@ class SelectedBranches:
             CaptureError: for what no program selects.
         """
         flag = _flag(condition)
-        return tuple(_selected(flag, one, other) for one, other in zip(then, otherwise, strict=True))
+        try:
+            return tuple(_selected(flag, one, other) for one, other in zip(then, otherwise, strict=True))
+        except CaptureError as refusal:
+            raise _without_selection(refusal) from refusal
 
 
 def _read(reader: Callable[[], Any]) -> Any:

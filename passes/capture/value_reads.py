@@ -13,9 +13,11 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from passes.capture.decisions import Decisions
 from passes.capture.error_checks import harmless_answer
 from passes.capture.guard_values import StepValues
 from passes.capture.picked_rows import PickedRows
+from passes.capture.selected_branches import can_be_rewritten
 from passes.capture.shorten import NotRepeated
 from passes.capture.tracing_errors import describe_stack, innermost_frame_of_model
 from passes.capture.value_subgraph import Source, Subgraphs, UnknownValue
@@ -35,6 +37,7 @@ class ValueReads:
         checks: flags that only raise errors, or tell whether numbers are finite; what they have to be, and the error if
             they are not.
         picked: the masks that pick an unknown number of rows.
+        decisions: the questions whose answers weights decide.
 
     Args:
         inputs: values of the call's tensors by path; None or on meta where there are none.
@@ -51,8 +54,10 @@ class ValueReads:
         *,
         whole: bool,
         picked: PickedRows,
+        decisions: Decisions,
     ) -> None:
         self.picked = picked
+        self.decisions = decisions
         self._inputs = inputs
         self._buffers = buffers
         self._modules = modules
@@ -63,6 +68,7 @@ class ValueReads:
 
     def _begin_values(self) -> None:
         self._entries.clear()
+        self.decisions.begin()
         self.checks: list[tuple[torch.Tensor, bool, str]] = []
         self._values = StepValues(self._input, self._buffer)
         self._subgraphs: Subgraphs | None = None
@@ -177,7 +183,7 @@ class ValueReads:
         return answer, reason
 
     def equal(self, first: torch.Tensor, second: torch.Tensor) -> bool | None:
-        """Whether tensors of floats that weights decide are equal: if they are computed alike, else a check says not.
+        """Whether tensors of floats that weights decide are equal: if they are computed alike, else that is decided.
 
         None for others, whose values tell.
 
@@ -187,16 +193,28 @@ class ValueReads:
         if self._subgraphs is None or not first.is_floating_point() or first.shape != second.shape:
             return None
         alike = self._subgraphs.are_alike(first, second)
-        if alike is False:
-            place = describe_stack(self._modules)
-            if not self._whole:
-                raise NotRepeated(place)
-            reason = (
-                f"two tensors are equal, and the program has no branch for that, at {place}: begin with weights that "
-                "make them differ (train the first step on one device)"
-            )
-            self.checks.append(((first.detach() == second.detach()).all(), False, reason))
-        return alike
+        return alike if alike is not False else self._decide((first.detach() == second.detach()).all(), usual=False)
+
+    def decide(self, flag: torch.Tensor) -> bool | None:
+        """Whether a flag that weights decide holds, as this trace has it; None for others, whose values tell.
+
+        None also where both branches of the ``if`` that asks can be computed in place (``selected_branches``).
+
+        Raises:
+            NotRepeated: as ``check``.
+        """
+        if self._subgraphs is None or flag.numel() != 1 or not self._subgraphs.is_decided_by_weights(flag):
+            return None
+        if can_be_rewritten():
+            return None
+        flag = flag.clone()  # it may be written to
+        return self._decide(flag if flag.dtype == torch.bool else flag != 0, usual=True)
+
+    def _decide(self, flag: torch.Tensor, *, usual: bool) -> bool:
+        place = describe_stack(self._modules)
+        if not self._whole:
+            raise NotRepeated(place)
+        return self.decisions.answer(flag, usual, place)
 
     def _places(self, indices: list[torch.Tensor | None], stand_ins: Any) -> list[torch.Tensor | None]:
         """Indices with a mask as the places where it is true."""

@@ -130,6 +130,15 @@ class Subgraphs:
             return False
         return True
 
+    def is_decided_by_weights(self, flag: torch.Tensor) -> bool:
+        """Whether parameters decide what ``flag`` is, of which no count of a mask's rows and no random number tells."""
+        node = self._trace.node_of(flag)
+        if node is None or self.mask_counted(flag) is not None or answer_whatever_is_drawn(node) is not None:
+            return False
+        nodes = self._leading_to(node)[0]
+        kinds = {self._sources[each][0] for each in nodes if each in self._sources}
+        return "parameter" in kinds and not any(_picks_rows(each) for each in nodes)
+
     def unsettled_mask(self, mask: torch.Tensor | fx.Node) -> fx.Node | None:
         """The node of a mask that inputs, buffers and constants do not decide; None if they do, or if it is written.
 

@@ -123,6 +123,9 @@ class WatchedForward(TorchFunctionMode):
         grouped = self.row_groups.call(name, args, kwargs or {})
         if grouped is not None:
             return grouped
+        decided = self._reads.decide(args[0]) if name == "__bool__" else None
+        if decided is not None:
+            return decided
         num_entries = self._reads.num_entries
         places = self._reads.picked.rows_of(name, args[0] if args else None)
         if places is not None:
@@ -158,7 +161,7 @@ class WatchedForward(TorchFunctionMode):
         """``output``, which at run time is there only if every check comes out as it was traced."""
         for condition, expected, reason in self._reads.checks:
             output = torch.ops.meshwright.checked(output, condition, expected, reason)
-        return output
+        return self._reads.decisions.marked(output)
 
     def _check_origin(self, function: str, args: tuple[Any, ...]) -> None:
         for arg in args:

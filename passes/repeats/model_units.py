@@ -3,7 +3,8 @@
 A unit is one copy of a repeated block, or a stretch of operators between blocks. A stretch is cut further wherever only
 one value with a gradient crosses and both sides compute something (a matrix product, a convolution, a recurrent layer),
 so that models without repeated blocks can be cut too. Smaller values that only the end of the model uses, behind all
-that is heavy, may cross with it: what routers say of each token, for a load-balancing loss.
+that is heavy, may cross with it: what routers say of each token, for a load-balancing loss. What is written to a buffer
+crosses nothing, though writes stand at the end of the graph: each is done where its content is made.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Chain:
         for index, name in enumerate(self.order):
             for value in self.nodes[name].outputs:
                 self.maker[value.name] = index
-            for used in self.nodes[name].inputs:
+            for used in () if self.nodes[name].writes_buffer else self.nodes[name].inputs:
                 self.last_use[used] = index
                 self.uses.setdefault(used, []).append(index)
 

@@ -17,6 +17,7 @@ _OF_CTC = "Tensor log_probabilities, Tensor targets, Tensor frames, Tensor lengt
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("checked(Tensor value, Tensor condition, bool expected, str reason) -> Tensor")
 _LIBRARY.define("checked_each(Tensor value, Tensor flags, bool expected, str reason) -> Tensor")
+_LIBRARY.define("decided(Tensor value, Tensor condition, int number, bool answer, str place) -> Tensor")
 _LIBRARY.define("linear_sum_assignment(Tensor cost, bool maximize=False) -> (Tensor, Tensor)")
 
 
@@ -32,6 +33,11 @@ def _checked(value: torch.Tensor, condition: torch.Tensor, expected: bool, reaso
     """
     if bool((condition != expected).any()):
         raise ValueError(reason)
+    return value.clone()
+
+
+def _decided(value: torch.Tensor, *_: Any) -> torch.Tensor:
+    """``value``: a mark of a trace on the flag of a question and what the trace answered; no program has it."""
     return value.clone()
 
 
@@ -73,17 +79,18 @@ def _ctc_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.meshwright.ctc_losses_backward(gradient, *arguments), None, None, None, None, None
 
 
-def _only_to_value(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    return gradient, None, None, None
+def _only_to_value(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("checked", _checked, _key)
     _LIBRARY.impl("checked_each", _checked, _key)
+    _LIBRARY.impl("decided", _decided, _key)
     _LIBRARY.impl("ctc_losses", _ctc_losses, _key)
     _LIBRARY.impl("ctc_losses_backward", _ctc_losses_backward, _key)
     _LIBRARY.impl("linear_sum_assignment", _assignment, _key)
-for _name in ("checked", "checked_each"):
+for _name in ("checked", "checked_each", "decided"):
     torch.library.register_fake(f"meshwright::{_name}", lambda value, *_: torch.empty_like(value), lib=_LIBRARY)
     torch.library.register_autograd(f"meshwright::{_name}", _only_to_value, lib=_LIBRARY)
 torch.library.register_fake("meshwright::linear_sum_assignment", _assignment_shapes, lib=_LIBRARY)
