@@ -140,8 +140,11 @@ class _Chain:
 
 
 def _path(nodes: Sequence[Node]) -> str:
-    """The deepest module path that all of ``nodes`` share, with the first and last module named if that is the root."""
-    paths = list(dict.fromkeys(node.module_path for node in nodes if node.module_path))
+    """The deepest module path that all of ``nodes`` share, with the first and last module named if that is the root.
+
+    Writes of buffers stand at the end of the graph and say nothing of where a unit ends.
+    """
+    paths = list(dict.fromkeys(node.module_path for node in nodes if node.module_path and not node.writes_buffer))
     if not paths:
         return nodes[0].key or nodes[0].name
     return paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]}"

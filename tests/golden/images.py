@@ -212,7 +212,7 @@ class Stem0(Block):
         return stem
 
 
-class Stem1ToHead(Block):
+class Stem1ToBody(Block):
     def forward(self, stem):
         w = self.weights
         # stem: [8, 8, 8, 8] → [4, 8, 8, 8] {dp: S(0)}
@@ -237,14 +237,21 @@ class Stem1ToHead(Block):
         activation = _mul_mul_add_relu(difference, inverse_root, stem_weight, stem_bias)
         pooled = F.max_pool2d(activation, [2, 2], [2, 2])
         body = F.conv2d(pooled, w.body.weight, w.body.bias, [1, 1], [0, 0], [1, 1], 2)
+        ops.store(w.stem[1].num_batches_tracked, num_batches_tracked)
+        ops.store(w.stem[1].running_mean, running_mean)
+        ops.store(w.stem[1].running_var, running_var)
+        return body
+
+
+class Head(Block):
+    def forward(self, body):
+        w = self.weights
+        # body: [8, 16, 2, 2] → [4, 16, 2, 2] {dp: S(0)}
         activation = F.relu(body)
         pooled = F.adaptive_avg_pool2d(activation, [1, 1]).reshape(4, 16)
         head = F.linear(pooled, w.head.weight, w.head.bias)
         square = torch.square(head)
         loss = spmd.reinterpret(torch.sum(square) / 80, "dp", src=V, dst=P)  # [] {dp: P}
-        ops.store(w.stem[1].num_batches_tracked, num_batches_tracked)
-        ops.store(w.stem[1].running_mean, running_mean)
-        ops.store(w.stem[1].running_var, running_var)
         loss = spmd.all_reduce(loss, "dp", src=P, dst=I)                  # 4 B
         return loss
 
@@ -254,5 +261,6 @@ class Program(Block):
         w = self.weights
         # images: [8, 3, 8, 8] → [4, 3, 8, 8] {dp: S(0)}
         stem = self.unit(Stem0(w))(images)
-        loss = self.unit(Stem1ToHead(w))(stem)
+        body = self.unit(Stem1ToBody(w))(stem)
+        loss = self.unit(Head(w))(body)
         return {"": loss}
