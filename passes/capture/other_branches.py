@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from passes.capture.branch_pairs import exclusive_nodes, pairs_of
+from passes.capture.branch_pairs import exclusive_nodes, pairs_of, producers
 from passes.capture.draws import number_draws
 from passes.capture.flat_call import FlatCall
 from passes.capture.joined_branches import JoinedBranches
@@ -148,7 +148,7 @@ def _check_alike(branch: _Branch, other: _Branch) -> None:
 
 def _trained(graph: Graph) -> set[str]:
     """The parameters that the loss (without one, any output) has a gradient for."""
-    values, nodes_of = graph.values, {value.name: node for node in graph.nodes for value in node.outputs}
+    values, nodes_of = graph.values, producers(graph)
     waiting = list(graph.outputs.values()) if graph.loss is None else [graph.outputs[graph.loss]]
     reached: set[str] = set()
     while waiting:

@@ -78,6 +78,11 @@ class MeshLayout:
         return self.pipeline, self.context, self.tensor
 
     @property
+    def num_parts(self) -> int:
+        """Parts that an operator can be cut into, beside the batch."""
+        return self.context * self.tensor * self.expert
+
+    @property
     def num_devices(self) -> int:
         return self.pipeline * self.group * self.tensor
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cost_models import CostModel
-from cost_models.dtypes import item_size
 from cost_models.memory import zero_state_bytes
 from cost_models.schedules import in_flight
 from planner.whole_step.candidates.candidates import Candidate
@@ -29,7 +28,8 @@ from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.parameter_passes import least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.split_fills import PhaseSeconds, operator_seconds
-from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
+from planner.whole_step.costs.step_prices import CONTEXT, TENSOR
+from planner.whole_step.costs.unit_figures import UnitFigures
 
 #: Relative slack for sums of bytes.
 ROUNDING = 1e-9
@@ -171,7 +171,7 @@ class Bounds:
         """Bytes of all ranks of one pipeline beside the least activations."""
         least, layout = self._least(candidate.cut.pieces), candidate.layout
         assert least is not None  # the candidate has been bounded by it
-        return memory * layout.pipeline - max(least.saved, least.peak) / _num_parts(layout)
+        return memory * layout.pipeline - max(least.saved, least.peak) / layout.num_parts
 
     def passes(
         self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
@@ -180,15 +180,11 @@ class Bounds:
         see ``planner.whole_step.costs.least_passes``. It adds to every bound of the rest."""
         key = candidate.layout, candidate.cut.pieces
         if key not in self._passes:
-            sharded = self.level_one.alone(Cut(candidate.cut.pieces))
-            assert sharded is not None  # the candidate has been bounded by it
-            layout, training = candidate.layout, self.training
-            if layout not in self._stages:
-                self._stages[layout] = [list(stage_seconds(each, links, stages, training)) for each in sharded.figures]
+            layout = candidate.layout
             self._passes[key] = least_beside(
-                sharded.figures,
-                self._stages[layout],
-                parts=_num_parts(layout),
+                self._figures(candidate),
+                self._stages_of_units(candidate, links, stages),
+                parts=layout.num_parts,
                 num_microbatches=candidate.num_microbatches,
                 slowdown=next(iter(links.values())).axes.device.overlap_slowdown,
                 room=self._room_for_state(candidate, memory),
@@ -196,40 +192,31 @@ class Bounds:
         return self._passes[key]
 
     def _zero_costs(
-        self, candidate: Candidate, links_of: Mapping[MeshLayout, Links], stages: Collection[int]
+        self, candidate: Candidate, links: Mapping[MeshLayout, Links], stages: Collection[int]
     ) -> Iterator[tuple[float, float]]:
         """(bytes held, seconds of a micro-batch on the communication streams) of the whole model, over one pipeline, at
         every ZeRO stage over every group."""
+        counts = [figures.unit.count for figures in self._figures(candidate)]
+        for of_units in zip(*self._stages_of_units(candidate, links, stages), strict=True):
+            seconds = sum(count * (2 * each.gather + each.reduce) for count, each in zip(counts, of_units))
+            yield sum(each.held for each in of_units), seconds
+
+    def _stages_of_units(
+        self, candidate: Candidate, links: Mapping[MeshLayout, Links], stages: Collection[int]
+    ) -> list[list[StageSeconds]]:
+        """Of every unit, in model order, each ZeRO stage over each group of ``links``."""
+        layout = candidate.layout
+        if layout not in self._stages:
+            self._stages[layout] = [
+                list(stage_seconds(each, links, stages, self.training)) for each in self._figures(candidate)
+            ]
+        return self._stages[layout]
+
+    def _figures(self, candidate: Candidate) -> tuple[UnitFigures, ...]:
+        """Of every unit, undivided but for the batch."""
         sharded = self.level_one.alone(Cut(candidate.cut.pieces))
         assert sharded is not None  # the candidate has been bounded by it
-        stages = stages if candidate.layout.group > 1 else (0,)
-        for (layout, links), stage in itertools.product(links_of.items(), stages):
-            held = seconds = 0.0
-            for figures in sharded.figures:
-                gathered, reduced = [0.0, 0.0], [0.0, 0.0]  # of experts on an axis of their own, behind the rest
-                for weight in figures.weights:
-                    if not weight.trainable:
-                        continue
-                    elements = weight.elements // layout.tensor // (layout.expert if weight.expert else 1)
-                    dtype = self.training.gradients(weight.dtype)
-                    parts = zero_state_bytes(
-                        elements, weight.dtype, stage=stage, group_size=layout.piece_ranks(expert=weight.expert),
-                        gradient_dtype=dtype, optimizer=self.training.optimizer, offloaded=self.training.offload,
-                    )  # fmt: skip
-                    held += (1 if weight.shared else figures.unit.count) * parts.total
-                    group = int(weight.expert and layout.expert > 1)
-                    gathered[group] += 0.0 if weight.shared else elements * item_size(weight.dtype)
-                    reduced[group] += 0.0 if weight.shared else elements * item_size(dtype)
-                for group, prices in enumerate((links.pieces, links.expert_pieces)):
-                    if group and (not gathered[group] or layout.expert_group == 1):
-                        continue
-                    if stage == 3:
-                        gather = prices.collective_seconds("all_gather", num_bytes=gathered[group], axis=DATA)
-                        seconds += figures.unit.count * 2 * gather
-                    if stage >= 2:
-                        reduce = prices.collective_seconds("reduce_scatter", num_bytes=reduced[group], axis=DATA)
-                        seconds += figures.unit.count * reduce
-            yield held, seconds
+        return sharded.figures
 
     def recompute(self, candidate: Candidate, memory: float) -> float:
         """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device.
@@ -286,7 +273,7 @@ class Bounds:
         layout, savings = candidate.layout, self._savings_of(candidate.cut.pieces)
         if savings is None:
             return math.inf
-        ways = layout.context * layout.tensor * layout.expert
+        ways = layout.num_parts
         least = self._least(candidate.cut.pieces)
         assert least is not None  # there is a sharding
         room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
@@ -367,7 +354,7 @@ class Bounds:
         if least is None:
             return math.inf
         layout = candidate.layout
-        activations = max(least.saved / layout.pipeline, least.peak) / (layout.context * layout.tensor * layout.expert)
+        activations = max(least.saved / layout.pipeline, least.peak) / layout.num_parts
         return least.state / layout.num_devices + activations
 
     def _least(self, pieces: int) -> _Least | None:
@@ -422,10 +409,6 @@ class Bounds:
 
 def _copying(num_bytes: float, prices: CostModel) -> float:
     return prices.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="list_copy")
-
-
-def _num_parts(layout: MeshLayout) -> int:
-    return layout.context * layout.tensor * layout.expert
 
 
 def _least_within(room: float, edge: list[tuple[float, float]]) -> float:

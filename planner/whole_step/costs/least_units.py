@@ -92,11 +92,7 @@ def _costs_of_units(shardings: Shardings, units: Sequence[ModelUnit]) -> list[li
 
 def undivided_share(figures: UnitFigures, layout: MeshLayout) -> float:
     """Seconds of one copy of a unit that no sharding beats, from the undivided one; less than W, without a program."""
-    return sum(figures.compute) / _num_parts(layout)
-
-
-def _num_parts(layout: MeshLayout) -> int:
-    return layout.context * layout.tensor * layout.expert
+    return sum(figures.compute) / layout.num_parts
 
 
 def least_runs(
@@ -119,7 +115,7 @@ def least_runs(
 
 def _parts(figures: UnitFigures, layout: MeshLayout) -> UnitFigures:
     """One part of a unit, without the seconds of its operators and conversions."""
-    parts = _num_parts(layout)
+    parts = layout.num_parts
     return replace(
         figures,
         compute=(0.0, 0.0),

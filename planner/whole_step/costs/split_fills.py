@@ -16,7 +16,7 @@ conversions, and c = max(0, -φW). Then (p-1)·c of the m times T go to the fill
 
     step ≥ (m - (p-1)·c)/p·T + (p-1)/p·Σ ((φF + c)·f + (φI + c)·(1-s)·b + (φW + c)·s·b)/n                  (any fill)
 
-Gradients that are copied are W, of which c·(p-1)/p is taken off again.
+Gradients that are copied are W, of which c·(p-1)/p is taken off again. The code calls c ``shift``.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def bound_of_sharding(candidate: Candidate, seconds: PhaseSeconds, *, beside: fl
         (
             each_time
             + share * (on_f * seconds.forward + on_i * seconds.inputs + on_w * seconds.weights)
-            - share * taken * copied
-            for share, taken, (on_f, on_i, on_w) in _rows(candidate)
+            - share * shift * copied
+            for share, shift, (on_f, on_i, on_w) in _rows(candidate)
         ),
         default=0.0,
     )
@@ -90,21 +90,21 @@ def terms_of_all(
         undivided: seconds of all operators if only the batch is divided.
     """
     layout, m = candidate.layout, candidate.num_microbatches
-    parts, ranks = layout.context * layout.tensor * layout.expert, layout.pipeline
+    parts, ranks = layout.num_parts, layout.pipeline
     return [
         (
-            m / ranks - share * taken,
+            m / ranks - share * shift,
             m / ranks * beside
-            - share * taken * copied
+            - share * shift * copied
             + share
             / parts
             * (
-                (on_f + taken) * undivided.forward
-                + (on_i + taken) * undivided.inputs
-                + (on_w + taken) * undivided.weights
+                (on_f + shift) * undivided.forward
+                + (on_i + shift) * undivided.inputs
+                + (on_w + shift) * undivided.weights
             ),
         )
-        for share, taken, (on_f, on_i, on_w) in _rows(candidate)
+        for share, shift, (on_f, on_i, on_w) in _rows(candidate)
     ]
 
 
@@ -114,6 +114,6 @@ def _rows(candidate: Candidate) -> Iterator[tuple[float, float, tuple[float, flo
     if not row.splits_backward:
         return
     for on_f, on_i, on_w in row.fills:
-        taken = max(0.0, -on_w)
-        if min(on_f, on_i) >= 0 and candidate.num_microbatches >= (ranks - 1) * taken:
-            yield (ranks - 1) / ranks, taken, (on_f, on_i, on_w)
+        shift = max(0.0, -on_w)
+        if min(on_f, on_i) >= 0 and candidate.num_microbatches >= (ranks - 1) * shift:
+            yield (ranks - 1) / ranks, shift, (on_f, on_i, on_w)
