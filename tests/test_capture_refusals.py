@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
-from torch.utils.checkpoint import checkpoint
 
 import planner
 from passes.capture import CaptureError, capture
@@ -130,7 +129,6 @@ REFUSED: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (lambda h: torch.func.vjp(torch.sin, h)[1](h)[0], "a transform of torch.func"),
     (lambda h: torch.func.jvp(torch.sin, (h,), (h,))[1], "a transform of torch.func"),
     (packed, "pick its outputs by length"),
-    (lambda h: checkpoint(torch.sin, h, use_reentrant=True), "pass use_reentrant=False"),
 ]
 
 

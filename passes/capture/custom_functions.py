@@ -3,11 +3,13 @@
 A function that works element by element, with a backward that is linear in the gradient, is traced as
 ``f(x).detach() + (x - x.detach()) * slope``, where ``slope`` is what its own backward makes of a gradient of ones: the
 same value, and exactly its own gradient. Of others, whose backward L is linear in the gradient too, the transpose takes
-the place of the slope: ``f(x).detach() + Lᵀ(x - x.detach())``. What is not linear is refused.
+the place of the slope: ``f(x).detach() + Lᵀ(x - x.detach())``. What is not linear is refused. Functions whose backward
+differentiates again are apart (``recomputed_functions``).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,26 +18,39 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from passes.capture.flat_call import FlatCall
+from passes.capture.function_trials import is_traced, work_if_it_differentiates
 from passes.capture.linear_backward import OnlyLinear
+from passes.capture.recomputed_functions import RecomputedFunction
 from passes.ir.errors import CaptureError
 from passes.torch_compat.tracing import Apply, intercepted_functions
 
 
-def traced_custom_functions() -> AbstractContextManager[None]:
+def traced_custom_functions(call: FlatCall) -> AbstractContextManager[None]:
     """Inside the block, custom functions are traced with their own gradient, or raise ``CaptureError``."""
-    return intercepted_functions(_traced_call)
+    return intercepted_functions(functools.partial(_traced_call, call))
 
 
-def _traced_call(original: Apply, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if cls is CheckpointFunction:
-        raise CaptureError(
-            "torch.utils.checkpoint with use_reentrant=True cannot be traced (its backward runs the forward again "
-            "outside of the graph): pass use_reentrant=False"
-        )
+def _traced_call(call: FlatCall, original: Apply, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     carries = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
-    if not carries or not torch.is_grad_enabled() or cls.__module__.startswith("torch."):
+    is_of_torch = cls.__module__.startswith("torch.") and cls is not CheckpointFunction
+    if not carries or not torch.is_grad_enabled() or is_of_torch or not is_traced():
         return original(cls, *args, **kwargs)
-    return _apply(cls, args)
+
+    def apply(arguments: tuple[Any, ...]) -> Any:
+        return original(cls, *arguments)
+
+    work = work_if_it_differentiates(apply, args)
+    if work is None:
+        return _apply(cls, args)
+    needs_gradient = tuple(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+    def forward(arguments: tuple[Any, ...]) -> Any:
+        return _forward(cls, _Context(needs_gradient), arguments)
+
+    call.result.recomputes = True
+    names = {id(tensor): name for name, tensor in call.model.named_parameters()}
+    return RecomputedFunction(cls, args, apply, forward, names, work).traced()
 
 
 class _Context:

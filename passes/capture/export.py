@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from passes.capture.batched_calls import traced_batched_calls
 from passes.capture.custom_functions import traced_custom_functions
+from passes.capture.flat_call import FlatCall
 from passes.capture.host_functions import traced_host_functions
 from passes.capture.value_free_forms import normalised_and_averaged
 from passes.torch_compat.tracing import (
@@ -27,13 +27,13 @@ from passes.torch_compat.tracing import (
 
 
 def export(
-    module: nn.Module,
+    call: FlatCall,
     tensors: tuple[torch.Tensor, ...],
     *,
     open_dims: Sequence[Collection[int]] | None = None,
     stack_traces: bool = False,
 ) -> ExportedProgram:
-    """Trace ``module(*tensors)`` to ATen operators, composite ones kept, nothing functionalised.
+    """Trace ``call(*tensors)`` to ATen operators, composite ones kept, nothing functionalised.
 
     Args:
         open_dims: of each tensor, the dims whose sizes are left open where the model allows it; None: none.
@@ -50,7 +50,7 @@ def export(
         quiet_export(),
         lazy_code(),
         float32_precisions_kept(),
-        traced_custom_functions(),
+        traced_custom_functions(call),
         traced_batched_calls(),
         traced_host_functions(),
         batch_norms_without_momentum(normalised_and_averaged),
@@ -61,4 +61,4 @@ def export(
     ):
         warnings.simplefilter("ignore")
         with stack_traces_noted(stack_traces):
-            return torch.export.export(module, tensors, {}, strict=False, dynamic_shapes=shapes)
+            return torch.export.export(call, tensors, {}, strict=False, dynamic_shapes=shapes)

@@ -37,6 +37,8 @@ class CallResult:
     structure: Structure
     tensors: dict[Path, torch.Tensor]
     checkpoints: bool
+    #: Whether a function of the model runs layers once more in its backward.
+    recomputes: bool = False
     sizes_of_targets: list[GuardReading]
     changes: StateChanges
     constants: dict[str, Any]
@@ -104,7 +106,7 @@ class FlatCall(nn.Module):
                 results[path] = watched.checked(results[path])
             elif self.reads.decisions.questions:
                 raise CaptureError("control flow depends on a value, and the model returns no tensor of floats")
-        self.result.checkpoints = watched.checkpoints
+        self.result.checkpoints = watched.checkpoints or self.result.recomputes
         self.result.sizes_of_targets = watched.sizes_of_targets
         return structure, results
 

@@ -27,6 +27,8 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleT
 #: Most of what a model holds, told at once by its exact type.
 _COMMON_ATOMS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _COMMON_TABLES = frozenset((dict, OrderedDict))
+#: Most containers → what makes an empty one.
+_EMPTY: dict[type, Callable[[], Any]] = {dict: dict, OrderedDict: OrderedDict, list: list, set: OrderedSet}
 #: Packages whose functions know no model of a user by a global name, and whose objects are never copied. Ours are those
 #: that a plan, a graph and a program are made of.
 _LIBRARIES = ("torch.", "transformers.", "passes.", "cost_models.")
@@ -92,6 +94,14 @@ def _is_of_library(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith(_LIBRARIES)
 
 
+def _without_contents(thing: Any) -> Any:
+    """A new object of the kind, which is to be filled: empty, or a shallow copy."""
+    empty = _EMPTY.get(type(thing))
+    if empty is not None:
+        return empty()
+    return object.__new__(type(thing)) if isinstance(thing, nn.Module) else copy.copy(thing)
+
+
 class _Copies:
     """Copies of what is reached from ``root``, one for each object; ``tensors`` are the ones already there, by id."""
 
@@ -147,11 +157,9 @@ class _Copies:
     def _object(self, thing: Any) -> Any:
         """A copy of something that may hold itself: it is there before what it holds."""
         try:
-            copied: Any = object.__new__(type(thing)) if isinstance(thing, nn.Module) else copy.copy(thing)
+            copied: Any = _without_contents(thing)
         except Exception:  # whatever an object raises that cannot be copied: it is shared
             copied = thing
-        if type(thing) is set:
-            copied = OrderedSet()
         self._copies[id(thing)] = copied
         if copied is thing:
             return thing

@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from passes.torch_compat.symbolic_sizes import mode_with_symbols
-from passes.torch_compat.tensor_fields import FakeTensorMode
+from passes.torch_compat.tensor_fields import FakeTensorMode, without_data
 
 
 class StandIns:
@@ -31,8 +31,7 @@ class StandIns:
 
     def fresh(self, tensor: torch.Tensor) -> torch.Tensor:
         """A stand-in of its own, also if the same tensor came before (two inputs must not be one)."""
-        with self.mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        fake = without_data(tensor, self.mode, self.device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)

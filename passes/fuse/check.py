@@ -159,12 +159,15 @@ def _compared(sides: tuple[_Side, ...], specs: tuple[_Spec, ...]) -> float | str
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Shut out the caller's modes, default dtype and choice of kernels."""
+    """Shut out the caller's modes, default dtype and choice of kernels; one thread, as others would wait for work."""
     forced = os.environ.pop(_FORCED, None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
             yield
     finally:
+        torch.set_num_threads(threads)
         if forced is not None:
             os.environ[_FORCED] = forced
 

@@ -33,6 +33,8 @@ PRIVATE_NAMES = {
     "torch._C._functorch.maybe_current_level": "torch.func inside of forward is not refused",
     "torch._C._autograd._top_saved_tensors_default_hooks": "saved_tensors_hooks inside of forward are not refused",
     "torch._C._FunctionBase": "functions with a backward of their own lose it in tracing",
+    "torch._C._current_graph_task_id": "what runs in a backward pass is not told from a forward pass",
+    "torch.autograd._engine_run_backward": "reentrant checkpoints and reversible layers are refused",
     "torch.autograd.function._SingleLevelFunction": "functions with a backward of their own lose it in tracing",
     "torch.distributions.Distribution._validate_args": "torch.distributions cannot be traced",
     "sys._getframe": "who asks whether something is compiled cannot be told: torch, or the model",

@@ -54,9 +54,16 @@ def operators_of(
         watched_by: the mode of that trace; modes that were entered after it stay.
     """
     fake = detect_fake_mode(list(tensors))
-    with _modes_after(watched_by), _disable_current_modes(), torch.no_grad(), fake or contextlib.nullcontext():
+    with apart_from_trace(watched_by), torch.no_grad(), fake or contextlib.nullcontext():
         module: fx.GraphModule = make_fx(function)(*tensors)
     return module
+
+
+@contextlib.contextmanager
+def apart_from_trace(watched_by: type[TorchFunctionMode]) -> Iterator[None]:
+    """In the block nothing is traced; modes that were entered after ``watched_by``, that trace's own, stay."""
+    with _modes_after(watched_by), _disable_current_modes():
+        yield
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from passes.ir.types import I, MeshShape
 from passes.pipeline_cut import DATA_AXES
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
+from passes.torch_compat.engine_calls import seeds_without_effect
 from passes.torch_compat.operators import tree_map
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
@@ -258,7 +259,8 @@ def _trained_alone(model: nn.Module, training: TrainingCase) -> tuple[TrainingCa
     """
     for case in (training, dataclasses.replace(training, draws_as_plans=True)):
         before = torch.get_rng_state()
-        results = run_alone(independent_copy(model), case)
+        with seeds_without_effect():
+            results = run_alone(independent_copy(model), case)
         if torch.equal(torch.get_rng_state(), before):
             return case, results
         torch.set_rng_state(before)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from passes.torch_compat.engine_calls import in_backward
 from passes.torch_compat.tensor_fields import gradient_hooks, saved_tensors_hooks_of_thread
 
 __all__ = [
@@ -26,11 +27,6 @@ __all__ = [
 ]
 
 _SAVED_NAMES: dict[type, tuple[str, ...]] = {}
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def when_done(function: Callable[[], Any]) -> None:

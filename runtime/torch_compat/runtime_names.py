@@ -8,7 +8,6 @@ from __future__ import annotations
 RUNTIME_NAMES = {
     "torch._C._accelerator_setAllocatorSettings": "large tensors do not fit again where small ones have been",
     "torch.autograd._profiler_enabled": "actions are named for profilers that do not run, at 10 microseconds each",
-    "torch._C._current_graph_task_id": "units cannot tell their backward pass from forward passes",
     "torch._C._will_engine_execute_node": "gradients that a script asks autograd for by parameter are not there",
     "torch._C._autograd._get_current_graph_task_keep_graph": "a pass that is asked for parameters frees the graph",
     "torch.autograd.Variable._execution_engine": "gradients are not reduced at the end of a backward pass",
