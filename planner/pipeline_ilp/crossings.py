@@ -5,6 +5,7 @@ Nothing is received before the model's first unit, so no boundary lies there, an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from planner.pipeline_ilp.stage_problem import StageProblem
@@ -22,6 +23,10 @@ def received(problem: StageProblem, shares: tuple[float, float]) -> list[float]:
 
 def received_by_all(problem: StageProblem) -> tuple[float, float]:
     """Lower bounds of the seconds (forward, backward) to receive one micro-batch between ranks, over all chunks."""
+    alike = _alike(problem)
+    if alike is not None:
+        count = sum(before != after for before, after in itertools.pairwise(problem.ranks))
+        return count * alike[0], count * alike[1]
     crossings = list(_crossings(problem))
     copies = [run.count - (place == 0) for place, run in enumerate(problem.runs)]
     forward = cheapest_units(zip((run.receive_forward for run in problem.runs), copies), len(crossings))
@@ -33,7 +38,10 @@ def received_by_all(problem: StageProblem) -> tuple[float, float]:
 
 
 def least_crossing(problem: StageProblem) -> tuple[float, float]:
-    """Lower bounds of the seconds to receive one boundary between ranks, forward and backward; zero without any."""
+    """Lower bounds of the seconds to receive one boundary between ranks, forward and backward."""
+    alike = _alike(problem)
+    if alike is not None:
+        return alike
     crossings = list(_crossings(problem))
     return (
         min((forward for _, forward, _ in crossings), default=0.0),
@@ -58,3 +66,14 @@ def _crossings(problem: StageProblem) -> Iterator[tuple[int, float, float]]:
             runs = [run for run, chunks in enumerate(allowed) if cut in chunks]
             here, before = problem.runs_on(ranks[cut]), problem.runs_on(ranks[cut - 1])
             yield cut, min(here[run].receive_forward for run in runs), min(before[run].receive_backward for run in runs)
+
+
+def _alike(problem: StageProblem) -> tuple[float, float] | None:
+    """Seconds of every boundary, forward and backward, where they are the same before whatever unit and rank."""
+    costs = {
+        (run.receive_forward, run.receive_backward)
+        for runs in (problem.rank_runs or (problem.runs,))
+        for place, run in enumerate(runs)
+        if place or run.count > 1
+    }
+    return costs.pop() if len(costs) == 1 else None

@@ -30,7 +30,7 @@ from planner.solvers.linear import SECOND
 #: What all linear programs of one bound may take together; beyond that a stage program is solved.
 _EFFORT = 4 * SECOND
 #: Nodes after which a bound that is not proved will not be soon: proofs take a few, up to 60 for 32 ranks.
-_MOST_NODES = 96
+_MOST_NODES = 64
 #: Units this near to a whole number are whole.
 _WHOLE = 1e-6
 #: How often the relaxation of one node is solved at most, each time with one more path.
