@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice
-from planner.pipeline_ilp.stage_program import spans
 
 Array = NDArray[np.float64]
 
@@ -155,17 +154,3 @@ def whole_step_weights(problem: StageProblem) -> DualWeights:
         return compute + (costs.update_step + costs.gather_step) / ranks
 
     return DualWeights(unit, proves=False)
-
-
-def received(problem: StageProblem, shares: tuple[float, float]) -> list[float]:
-    """By rank, a lower bound of its seconds to receive boundaries, forward and backward each times its share."""
-    ranks, allowed = problem.ranks, spans(problem)
-    total = [0.0] * problem.num_ranks
-    for cut in range(1, problem.num_chunks):
-        if ranks[cut] == ranks[cut - 1]:
-            continue
-        runs = [run for run, chunks in enumerate(allowed) if cut in chunks]
-        here, before = problem.runs_on(ranks[cut]), problem.runs_on(ranks[cut - 1])
-        total[ranks[cut]] += shares[0] * min(here[run].receive_forward for run in runs)
-        total[ranks[cut - 1]] += shares[1] * min(before[run].receive_backward for run in runs)
-    return total

@@ -24,7 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.pipeline_ilp.fronts import LOAD, received
+from planner.pipeline_ilp.crossings import received
+from planner.pipeline_ilp.fronts import LOAD
 from planner.pipeline_ilp.pool import pooled_load
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_problem import ROUNDING, StageProblem, UnitChoice, UnitRun

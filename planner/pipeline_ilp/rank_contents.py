@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
-from planner.pipeline_ilp.fronts import received
+from planner.pipeline_ilp.crossings import received
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_problem import ROUNDING, StageProblem, UnitChoice
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.pipeline_ilp.fronts import DualWeights, Front, Options, options_of, received
+from planner.pipeline_ilp.crossings import received
+from planner.pipeline_ilp.fronts import DualWeights, Front, Options, options_of
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
 
 #: Relative precision of the bottleneck.

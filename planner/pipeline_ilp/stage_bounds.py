@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
+from planner.pipeline_ilp.crossings import least_crossing, received_by_all
 from planner.pipeline_ilp.memory_shortfall import memory_shortfall
 from planner.pipeline_ilp.stage_problem import WAITS, StageProblem, folded
 from planner.pipeline_ilp.stage_program import in_rounds
@@ -77,17 +78,14 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     counts = np.array([run.count for run in problem.runs], dtype=float)
     starts = np.cumsum([0, *(len(run.choices) for run in problem.runs[:-1])])
     figures = _figures(problem)
-    received = _received(problem)
+    received = received_by_all(problem)
     cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
     mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
     load = max(mean, bottleneck(problem, cheapest.tolist()))
     updated = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
     whole = 0.0, 0.0, (_NOTHING, _NOTHING)
     if in_rounds(problem):
-        crossing = (
-            min(run.receive_forward for run in problem.runs),
-            min(run.receive_backward for run in problem.runs),
-        )
+        crossing = least_crossing(problem)
         load = max(load, shortest_rounds(problem, cheapest.tolist(), crossing))
         whole = float(problem.num_microbatches), updated, _filled_rounds(problem, cheapest.tolist(), crossing)
     bases, weightings, first = zip(*_weightings(problem, figures))
@@ -127,15 +125,6 @@ def _figures(problem: StageProblem) -> Array:
     if SCHEDULES[problem.schedule].splits_backward:
         figures[WAITS] = 0.0
     return figures
-
-
-def _received(problem: StageProblem) -> tuple[float, float]:
-    """Lower bounds of the seconds (forward, backward) to receive one micro-batch between ranks, over all chunks."""
-    crossings = sum(before != after for before, after in itertools.pairwise(problem.ranks))
-    return (
-        crossings * min(run.receive_forward for run in problem.runs),
-        crossings * min(run.receive_backward for run in problem.runs),
-    )
 
 
 def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, tuple[float, ...], bool]]:

@@ -29,6 +29,8 @@ from planner.solvers.linear import SECOND
 
 #: What all linear programs of one bound may take together; beyond that a stage program is solved.
 _EFFORT = 4 * SECOND
+#: Nodes after which a bound that is not proved will not be soon: proofs take a few, up to 60 for 32 ranks.
+_MOST_NODES = 64
 #: Units this near to a whole number are whole.
 _WHOLE = 1e-6
 #: How often the relaxation of one node is solved at most, each time with one more path.
@@ -64,7 +66,7 @@ class _ShareBranching:
         self.stage, self.target, self.effort, self.deadline = stage, target, _EFFORT, deadline
         self.relaxation = stage.relaxation
         self.order = itertools.count()
-        self.stopped = False
+        self.stopped, self.num_nodes = False, 0
 
     def bound(self, shares: Shares) -> float:
         """A lower bound of the program, ``target`` if that is proved; 0 if ``shares`` show that it cannot be."""
@@ -88,6 +90,10 @@ class _ShareBranching:
 
     def _bounded(self, rows: dict[int, tuple[float, float]]) -> _Node | None:
         """The node of these rows, None if its bound is beyond the target or nothing is in it."""
+        self.num_nodes += 1
+        if self.num_nodes > _MOST_NODES:
+            self.stopped = True
+            return None
         for _ in range(_PATHS):
             seconds = max(0.0, self.deadline - time.monotonic())
             solution = self.relaxation.solve(rows, effort=self.effort, time_limit=seconds)

@@ -246,15 +246,16 @@ class Search(BoundedSearch):
         self.counts["enumerated"] += len(members)
         if not members or not self._are_possible(members):
             return
-        whole, copied = self.bounds.whole(members[0].cut), 0.0
+        whole, copied, is_sent = self.bounds.whole(members[0].cut), 0.0, False
         if not self.cluster.has_unequal_devices:  # of which a stage may have faster ones
-            copied = self.bounds.gradients(members[0], self.links_on(family.layout).axes)
+            prices, is_sent = self.links_on(family.layout).axes, family.layout.pipeline > 1
+            copied = self.bounds.gradients(members[0], prices)
         for candidate in members:
-            recompute = self.bounds.recompute(candidate, self.memory)
-            if recompute == float("inf"):
+            beside = self.bounds.recompute(candidate, self.memory)
+            if beside == float("inf"):
                 self._lacks(candidate, self.bounds.missing)
                 continue
-            beside = recompute + copied
+            beside += copied + (self.bounds.received(candidate, prices) if is_sent else 0.0)
             bound = self.step_bound(candidate, whole + beside)
             yield SearchEntry(bound, next(self.order), candidate, beside=beside, copied=copied)
 
@@ -413,11 +414,16 @@ class Search(BoundedSearch):
         if solved.assignment is not None:
             self._add(StepSolution(entry.candidate, entry.sharded, entry.problem, solved))
         bound = max(entry.bound, solved.bound)
-        if solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff():
+        ended = solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff()
+        if ended or not self._is_worth_more(bound):
             self.left.append(replace(entry, bound=bound, effort=0.0))
             self.counts["pruned by bound"] += solved.assignment is None
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
+
+    def _is_worth_more(self, bound: float) -> bool:
+        """Whether a candidate of this bound gets more effort where some did not suffice."""
+        return True
 
     def _stage_cutoff(self, gap: float) -> tuple[float, float]:
         """What a stage program has to beat, and by which share its bound may stay below that: down to the search's."""

@@ -12,6 +12,8 @@ search prunes by what the plan takes, and not by what the solution itself does.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from cost_models.step_time import least_simulated
@@ -29,13 +31,23 @@ from planner.whole_step.search_entry import SearchEntry
 
 #: Integer programs that the search may solve.
 MOST_PROGRAMS = 60.0
+#: Candidates whose bounds are within this share of each other are all solved before one's solution is to be beaten:
+#: which of them the simulator has as faster the bounds do not say.
+TIED = 0.005
 
 
 class JudgedSearch(CappedSearch):
-    """A search that prunes what is no faster than ``limit``, or than a solution's simulated seconds."""
+    """A search that prunes what is no faster than ``limit``, or than a solution's simulated seconds.
 
-    def __init__(self, *arguments: Any, limit: float, **options: Any) -> None:
+    ``proved``: the bound that the plan at hand has, which nothing here can raise.
+    """
+
+    def __init__(self, *arguments: Any, limit: float, proved: float = math.inf, **options: Any) -> None:
         super().__init__(*arguments, limit=limit, **options)
+        self.proved = proved
+        #: What is to be beaten from the next candidate on whose bound is above ``tied``; at once by one that is solved
+        #: again.
+        self.next_limit, self.tied = limit, -math.inf
         self.simulated: dict[Candidate, float] = {}
 
     def go_on_from(self, other: Search) -> None:
@@ -48,8 +60,21 @@ class JudgedSearch(CappedSearch):
 
     def _dive(self, heap: list[SearchEntry]) -> None:
         """The same where there is nothing to beat yet."""
-        if self.limit == float("inf"):
+        if self.limit == math.inf:
             super()._dive(heap)
+
+    def _advance(self, entry: SearchEntry) -> Iterable[SearchEntry]:
+        if entry.bound > self.tied:
+            self.limit = self.next_limit
+        return super()._advance(entry)
+
+    def _solve(self, entry: SearchEntry) -> Iterable[SearchEntry]:
+        self.tied = -math.inf if entry.effort else entry.bound * (1.0 + TIED)
+        return super()._solve(entry)
+
+    def _is_worth_more(self, bound: float) -> bool:
+        """Whether more effort may prove more: beyond the plan's own bound only of a plan that takes its place."""
+        return bool(self.solutions) or bound < self.proved
 
     def _add(self, solution: StepSolution) -> None:
         """Keep a solution, the fastest in the simulator first; what its best version takes is to be beaten."""
@@ -59,7 +84,10 @@ class JudgedSearch(CappedSearch):
         best = self._best_version(solution)
         self.simulated[solution.candidate] = best.report.seconds
         # a plan's gap is of its closed form: all others are bounded as far as its own candidate is
-        self.limit = min(self.limit, max(best.report.seconds * (1.0 - self.demands.gap), solution.stages.bound))
+        limit = max(best.report.seconds * (1.0 - self.demands.gap), solution.stages.bound)
+        self.next_limit = min(self.next_limit, limit)
+        if math.isinf(self.tied):
+            self.limit = self.next_limit
         self.solutions = sorted(solutions, key=lambda each: self.simulated[each.candidate])[:KEPT]
 
     def _best_version(self, solution: StepSolution) -> Judged:
@@ -92,8 +120,14 @@ def within_limits(search: Search) -> Demands | None:
     return dataclasses.replace(rest, max_programs=programs)
 
 
-def judged_search(search: Search, demands: Demands, *, limit: float) -> tuple[Search, Outcome]:
-    """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome."""
-    after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit)
+def judged_search(
+    search: Search, demands: Demands, *, limit: float, proved: float = math.inf
+) -> tuple[Search, Outcome]:
+    """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome.
+
+    Args:
+        proved: the bound of the plan that these would replace.
+    """
+    after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit, proved=proved)
     after.go_on_from(search)
     return after, within_hosts(after, after.run())

@@ -286,7 +286,7 @@ class _Planner:
     def faster_in_simulator(self, cluster: Cluster, search: Search, rest: Demands, plan: Plan) -> Plan:
         """The plan, or a clearly faster one that the demands ``rest`` allow."""
         seconds = plan.step.costs.simulated * (1.0 - CLEARLY)
-        other, outcome = judged_search(search, rest, limit=seconds)
+        other, outcome = judged_search(search, rest, limit=seconds, proved=plan.certificate.bound)
         if not outcome.solutions:
             return plan
         best, others = judged_best(rest, other, outcome, ())

@@ -24,6 +24,7 @@ from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, divisor
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.hulls import hull
 from planner.whole_step.costs.least_passes import StageSeconds, least_beside, stage_seconds
+from planner.whole_step.costs.least_received import least_received, seconds_to_receive
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.parameter_passes import least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
@@ -127,6 +128,8 @@ class Bounds:
         self._recompute: dict[tuple[object, ...], float] = {}
         self._gradients: dict[tuple[int, ...], float] = {}
         self._undivided: dict[int, PhaseSeconds] = {}
+        #: Of every unit, where a pipeline may be cut.
+        self._boundaries: dict[tuple[MeshLayout, int], tuple[tuple[float, int], ...]] = {}
 
     def whole(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
@@ -260,6 +263,16 @@ class Bounds:
                 for figures in sharded.figures
             )
         return self._gradients[key]
+
+    def received(self, candidate: Candidate, prices: CostModel) -> float:
+        """Lower bound of the seconds in which the chunks receive one micro-batch from other ranks, over all of them.
+
+        Like ``recompute`` it adds to every bound of the rest. ``prices`` are those of all devices.
+        """
+        key = candidate.layout, candidate.cut.pieces
+        if key not in self._boundaries:
+            self._boundaries[key] = seconds_to_receive(self._figures(candidate), candidate.layout, prices)
+        return least_received(candidate, self._boundaries[key])
 
     def undivided(self, pieces: int) -> PhaseSeconds:
         """Seconds of all operators on one micro-batch, by phase, if only the batch is divided."""

@@ -1,0 +1,99 @@
+"""What a solver proves of some assignments raises no bound of all; branching that ends early bounds all the same."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from planner.pipeline_ilp import whole_shares
+from planner.pipeline_ilp.stage_ilp import solve_stages
+from planner.pipeline_ilp.stage_problem import folded, undominated
+from planner.pipeline_ilp.stage_program import StageProgram
+from planner.pipeline_ilp.stage_proofs import Proofs
+from planner.pipeline_ilp.stage_search import StageSearch
+from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, LinearSolution
+from planner.whole_step.best_first import Search
+from planner.whole_step.judged_search import JudgedSearch
+from tests.cells import cells
+from tests.test_content_boxes import one_long_run
+from tests.test_step_stages import Draw, brute_force
+
+CUTOFF = 1000.0
+
+
+def raised(*, bound: float, within: float, is_relaxed: bool, status: str = OPTIMAL, infeasible: bool = False) -> float:
+    """The bound that is kept for other cutoffs, once a solver has proved ``bound`` with rows for steps ``within``."""
+    problem, _ = undominated(folded(Draw(0).problem("1f1b")))
+    proofs = Proofs(within=within)
+    search = StageSearch(problem, CUTOFF, 0.0, proofs)
+    stage = StageProgram(problem, second=1.0)
+    solution = LinearSolution(None, bound, status, "a solver", infeasible=infeasible)
+    search.raise_bound(stage, solution, is_relaxed=is_relaxed)
+    assert search.bound >= proofs.bound
+    return proofs.bound
+
+
+def test_beyond_the_limit_only_a_relaxation_of_all_assignments_bounds_them() -> None:
+    beyond = 2 * CUTOFF
+    assert raised(bound=beyond, within=math.inf, is_relaxed=True) == beyond
+    assert raised(bound=beyond, within=CUTOFF, is_relaxed=True) == CUTOFF
+    assert raised(bound=beyond, within=math.inf, is_relaxed=False) == CUTOFF
+    assert raised(bound=beyond, within=math.inf, is_relaxed=True, infeasible=True) == CUTOFF
+
+
+def test_a_stopped_relaxation_bounds_nothing() -> None:
+    below = CUTOFF / 2
+    assert raised(bound=below, within=math.inf, is_relaxed=True, status=EFFORT_LIMIT) == 0.0
+    assert raised(bound=below, within=CUTOFF, is_relaxed=True, status=EFFORT_LIMIT) == 0.0
+    assert raised(bound=below, within=math.inf, is_relaxed=False, status=EFFORT_LIMIT) == below
+    assert raised(bound=below, within=CUTOFF, is_relaxed=True) == below
+
+
+@pytest.mark.parametrize("most_nodes", [1, 2, 3])
+def test_branching_over_shares_that_ends_early_is_no_bound_too_high(
+    most_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_shares, "_MOST_NODES", most_nodes)
+    num_bounded = 0
+    for seed in cells(range(10), range(10, 24)):
+        problem = one_long_run(seed, "zbv")
+        best = brute_force(problem)
+        if math.isfinite(best):
+            solution = solve_stages(problem, effort=0.0, cutoff=best * 1.05)
+            assert solution is not None and solution.bound <= best * (1 + 1e-9)
+            num_bounded += 1
+    assert num_bounded >= 3
+
+
+def judged(**attributes: Any) -> JudgedSearch:
+    search = JudgedSearch.__new__(JudgedSearch)
+    vars(search).update(attributes)
+    return search
+
+
+def test_a_judged_search_spends_more_effort_only_where_that_may_prove_more() -> None:
+    search = judged(solutions=[], proved=2.0)
+    assert search._is_worth_more(1.9) and not search._is_worth_more(2.0)
+    assert judged(solutions=[object()], proved=2.0)._is_worth_more(2.1)
+
+
+def test_candidates_of_nearly_one_bound_are_solved_before_one_is_to_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Search, "_advance", lambda search, entry: [])
+    monkeypatch.setattr(Search, "_solve", lambda search, entry: [])
+    search = judged(limit=10.0, next_limit=9.0, tied=-math.inf)
+
+    def entry(bound: float, effort: float = 0.0) -> Any:
+        return SimpleNamespace(bound=bound, effort=effort)
+
+    search._solve(entry(5.0))
+    search._advance(entry(5.01))
+    assert search.limit == 10.0
+    search._advance(entry(5.1))
+    assert search.limit == 9.0
+    search.next_limit = 8.0
+    search._solve(entry(5.0, effort=1.0))
+    search._advance(entry(5.0))
+    assert search.limit == 8.0
