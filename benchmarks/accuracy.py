@@ -7,7 +7,7 @@ any of them: the cluster file knows single operators and collectives. The table 
 seconds, whether the interval holds, the rank correlation (Spearman) over the plans of a model, and how far the
 planner's own choice is from the fastest measured.
 
-Sixteen plans on two processes over gloo; with ``--mbit`` (as root, on Linux) twenty on two hosts of two processes each,
+Sixteen plans on two processes over gloo; with ``--mbit`` (as root, on Linux) 24 on two hosts of two processes each,
 joined by a link of so many Mbit/s in each direction (``benchmarks.shaped_hosts``).
 """
 

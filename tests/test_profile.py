@@ -21,7 +21,7 @@ from cost_models.collectives import ALGORITHMS, seconds_over
 from cost_models.cost_model import CostModel
 from cost_models.efficiency import Curve, Efficiency
 from cost_models.hardware import Device, LinkLevel, Protocol
-from cost_models.measured_profile import Extrapolation
+from cost_models.measured_profile import SAME_CALL, Extrapolation
 from cost_models.routes import Span, route
 from planner.calibration import call_timing, measure_machine, profile_machine
 from planner.calibration.call_timing import cold, seconds_behind_compute
@@ -40,7 +40,7 @@ from planner.calibration.collective_cases import (
 )
 from planner.calibration.curve_fit import fit_curve
 from planner.calibration.levels_fit import fit_levels, predicted_seconds
-from planner.calibration.measured_call import MeasuredCall, read_calls, write_calls
+from planner.calibration.measured_call import SAME, MeasuredCall, read_calls, write_calls
 from planner.calibration.operator_cases import OperatorCase, operator_cases
 from planner.cli import main
 from tests.ranks import run_on_ranks
@@ -70,6 +70,7 @@ def calls_of(device: Device) -> list[MeasuredCall]:
             for size in SIZES:
                 seconds = seconds_over(collective, num_bytes=size, spans=(span,))
                 calls.append(MeasuredCall(collective, "host", str(size), 0.0, float(size), groups.size, seconds))
+    calls += [MeasuredCall(SAME, "float32", str(each), 1e8, 0.0, 1, 1e-3 * (1 + each / 100)) for each in range(21)]
     for what, seconds in (("compute", 2.0), ("communication", 1.5), ("together", 2.3)):
         calls.append(MeasuredCall("overlap", "host", what, 0.0, 0.0, 1, seconds))
     return calls
@@ -87,6 +88,8 @@ def test_a_known_device_is_given_back_by_its_calls() -> None:
     assert medians == pytest.approx(dict.fromkeys(medians, 1.0), rel=0.06)
     assert {f"host: {each}" for each in COLLECTIVES} < medians.keys()
     assert cluster.device.overlap_slowdown == pytest.approx(0.2)
+    again = cluster.profile.ranges[SAME_CALL]
+    assert (again.low, again.high) == pytest.approx((1.01 / 1.1, 1.19 / 1.1)) and again.calls == 21
     prices = CostModel(cluster, {"dp": 4, "tp": 2})
     assert prices.compute_seconds(flops=1e9, num_bytes=1e6, dtype="float32") == pytest.approx(
         TRUE.seconds(flops=1e9, num_bytes=1e6, dtype="float32", kind="matmul"), rel=0.1
