@@ -1,29 +1,35 @@
 """Predicted against measured: plans run on this machine, whose cluster file ``planner profile`` wrote just before.
 
-    python -m benchmarks.accuracy [--rounds 9] [--cluster FILE.toml] [--markdown FILE]
+    python -m benchmarks.accuracy [--mbit 400] [--rounds 9] [--cluster FILE.toml] [--markdown FILE]
 
-Sixteen plans of two models on two processes over gloo (``benchmarks.accuracy_plans``), each a step with AdamW in
-float32, by turns. Nothing was fitted to any of them: the cluster file knows single operators and collectives. The table
-says each plan's predicted and measured seconds, whether the interval holds, the rank correlation (Spearman) over the
-plans of a model, and how far the planner's own choice is from the fastest measured.
+Plans of two models (``benchmarks.accuracy_plans``), each a step with AdamW in float32, by turns. Nothing was fitted to
+any of them: the cluster file knows single operators and collectives. The table says each plan's predicted and measured
+seconds, whether the interval holds, the rank correlation (Spearman) over the plans of a model, and how far the
+planner's own choice is from the fastest measured.
+
+Sixteen plans on two processes over gloo; with ``--mbit`` (as root, on Linux) 24 on two hosts of two processes each,
+joined by a link of so many Mbit/s in each direction (``benchmarks.shaped_hosts``).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import correlation, median
 from typing import Any
 
-from benchmarks.accuracy_plans import CASES
+from benchmarks.accuracy_plans import MODELS
 from benchmarks.ports import free_port
+from benchmarks.shaped_hosts import divided_processors, run_on_hosts, shaped_hosts
 from cost_models import Cluster
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,16 +38,17 @@ RANKS = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, help="of the link between two hosts of two ranks each")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each plan")
-    parser.add_argument("--cluster", type=Path, help="a file of an earlier planner profile on two processes")
+    parser.add_argument("--cluster", type=Path, help="a file of an earlier planner profile here")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _ranks(options.mbit) as run:
         cluster = options.cluster or Path(folder) / "here.toml"
         if options.cluster is None:
-            _on_ranks("-m", "planner", "profile", "-o", str(cluster), "--device", "cpu", "--name", "here")
+            run("planner", "profile", "-o", str(cluster), "--device", "cpu", "--name", "here")
         output = Path(folder) / "rows.json"
-        _on_ranks("-m", "benchmarks.accuracy_worker", str(cluster), str(output), str(options.rounds))
+        run("benchmarks.accuracy_worker", str(cluster), str(output), str(options.rounds))
         rows = json.loads(output.read_text(encoding="utf-8"))
         profile = Cluster.from_toml(cluster).profile
     machine = "a file of the caller" if profile is None else profile.machine
@@ -52,11 +59,20 @@ def main() -> None:
         options.markdown.write_text(head + text, encoding="utf-8")
 
 
-def _on_ranks(*command: str) -> None:
-    """Run a script or module of this package on two processes; its output comes through."""
+@contextlib.contextmanager
+def _ranks(mbit: float | None) -> Iterator[Callable[..., None]]:
+    """What runs a module with its arguments on every rank; its output comes through."""
+    if mbit is None:
+        yield _run_on_ranks
+        return
+    with shaped_hosts(mbit) as hosts, divided_processors(RANKS * len(hosts)) as groups:
+        yield functools.partial(run_on_hosts, hosts, per_host=RANKS, groups=groups)
+
+
+def _run_on_ranks(*module: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, str(free_port()), *command], check=True, env=environment, cwd=ROOT)
+    subprocess.run([*launcher, str(free_port()), "-m", *module], check=True, env=environment, cwd=ROOT)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -91,34 +107,29 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{len(rows)} plans: predicted / measured {median(ratios):.2f} in the middle, median error "
         f"{math.expm1(median(errors)):.0%}; {inside} measured within their interval."
     ]
-    for model in dict.fromkeys(case.model for case in CASES):
+    for model in MODELS:
         mine = [row for row in rows if row["name"].startswith(model)]
         chosen = [row for row in mine if "choice" in row["name"]]
         if len(mine) < 3 or not chosen:
             continue
         fastest = min(row["measured"] for row in mine)
-        correlation = spearman([row["predicted"] for row in mine], [row["measured"] for row in mine])
+        agreement = spearman([row["predicted"] for row in mine], [row["measured"] for row in mine])
         lines.append(
-            f"{model}: Spearman {correlation:.2f} over {len(mine)} plans; the planner's choice ({chosen[0]['plan']}) "
+            f"{model}: Spearman {agreement:.2f} over {len(mine)} plans; the planner's choice ({chosen[0]['plan']}) "
             f"measured {chosen[0]['measured'] / fastest:.2f} times the fastest."
         )
     return lines
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Correlation of ranks (Spearman, 1904), of values that differ."""
-    places = [_ranks(values) for values in (first, second)]
-    distance = sum((one - other) ** 2 for one, other in zip(*places))
-    count = len(first)
-    return 1 - 6 * distance / (count * (count**2 - 1))
+    """Correlation of ranks (Spearman, 1904); equal values share the mean of their ranks."""
+    return correlation(*(_mean_ranks(values) for values in (first, second)))
 
 
-def _ranks(values: Sequence[float]) -> list[int]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0] * len(values)
-    for rank, place in enumerate(order):
-        ranks[place] = rank
-    return ranks
+def _mean_ranks(values: Sequence[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2 for value in values
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One rank of ``benchmarks.accuracy``: runs every plan by turns, and counts what it holds.
 
-torchrun --nproc-per-node 2 -m benchmarks.accuracy_worker CLUSTER.toml OUTPUT.json ROUNDS [CASE …]
+python -m benchmarks.accuracy_worker CLUSTER.toml OUTPUT.json ROUNDS [CASE …], in the environment of a launcher of two
+ranks, or of two hosts of two ranks each
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import torch.distributed as dist
 import transformers
 
 import planner
-from benchmarks.accuracy_plans import BATCH, CASES, MODELS, TOKENS, AccuracyCase
+from benchmarks.accuracy_plans import BATCH, CASES, HOST_CASES, MODELS, TOKENS, AccuracyCase
+
+#: That are timed of a plan before another has its turn.
+STEPS_OF_TURN = 2
 
 
 class Running:
@@ -40,11 +44,14 @@ class Running:
         self.optimizer.zero_grad()
 
     def round(self) -> None:
-        dist.barrier()
-        start = time.perf_counter()
+        """Some steps one after the other, as training makes them: the first finds memory as another plan left it."""
         self.step()
-        dist.barrier()
-        self.seconds.append(time.perf_counter() - start)
+        for _ in range(STEPS_OF_TURN):
+            dist.barrier()
+            start = time.perf_counter()
+            self.step()
+            dist.barrier()
+            self.seconds.append(time.perf_counter() - start)
 
     def held(self) -> dict[str, int]:
         """Bytes of the optimizer's moments and, where owners are all that a rank keeps of them, of its parameters."""
@@ -73,7 +80,8 @@ class Running:
 def main() -> None:
     cluster, output, rounds, *names = sys.argv[1:]
     planner.init(device="cpu")
-    running = [Running(case, cluster) for case in CASES if not names or case.name in names]
+    cases = CASES if dist.get_world_size() == 2 else HOST_CASES
+    running = [Running(case, cluster) for case in cases if not names or case.name in names]
     for each in running:
         each.step()
     for _ in range(int(rounds)):

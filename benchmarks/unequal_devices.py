@@ -11,7 +11,6 @@ where devices are alike and the one that fits the quotas; what each is predicted
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import planner
+from benchmarks.shaped_hosts import processor_shares
 from cost_models import Cluster
 from cost_models.cluster_format import IN_ORDER, SLOWEST
 from passes.plan import Plan
@@ -44,8 +43,7 @@ CASES = (
 #: What faster than counting all as the slowest is aimed at.
 AIM = 1.3
 #: Shares of a processor that the two ranks have, and of how many seconds.
-QUOTAS, PERIOD = (0.3, 0.6), 0.01
-GROUPS = Path("/sys/fs/cgroup/cpu")
+QUOTAS = (0.3, 0.6)
 #: The measured model, and its steps before and while it is timed.
 LAYERS, SIZE, BATCH, MICRO_BATCHES, WARM, TIMED = 11, 768, 1024, 8, 2, 5
 
@@ -140,21 +138,6 @@ def two_cuts() -> dict[str, tuple[Plan, float]]:
     return {"even": (again, predicted), "fitted": (fitted, fitted.step.costs.simulated)}
 
 
-@contextlib.contextmanager
-def quota_groups() -> Iterator[list[Path]]:
-    """A control group for each rank with its share of a processor; removed at the end."""
-    paths = [GROUPS / f"meshwright-{os.getpid()}-{rank}" for rank in range(len(QUOTAS))]
-    for path, share in zip(paths, QUOTAS):
-        path.mkdir()
-        (path / "cpu.cfs_period_us").write_text(str(round(PERIOD * 1e6)))
-        (path / "cpu.cfs_quota_us").write_text(str(round(share * PERIOD * 1e6)))
-    try:
-        yield paths
-    finally:
-        for path in paths:
-            path.rmdir()
-
-
 def worker(folder: Path) -> None:
     """One rank: join its control group, time steps of every plan in ``folder``, the two in turn."""
     rank = int(os.environ["RANK"])
@@ -180,10 +163,8 @@ def worker(folder: Path) -> None:
 
 def measured() -> str:
     """Predicted and measured seconds of both cuts, as text."""
-    if not (GROUPS / "cpu.cfs_quota_us").exists() and not (GROUPS / "cpu.shares").exists():
-        raise SystemExit(f"{GROUPS} has no quotas: this needs control groups of version 1, and root")
     cuts = two_cuts()
-    with tempfile.TemporaryDirectory() as name, quota_groups() as groups:
+    with tempfile.TemporaryDirectory() as name, processor_shares(QUOTAS) as groups:
         folder = Path(name)
         (folder / "groups.json").write_text(json.dumps([str(path) for path in groups]))
         for cut, (plan, _) in cuts.items():

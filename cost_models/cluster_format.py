@@ -86,8 +86,8 @@ different devices, in the order that is fastest), ``"in-order"`` (the same with 
 **Levels.** Without ``protocols`` a collective costs ``latency`` once, whatever the number of steps, and its bytes at
 the full bandwidth: the α-β model. A protocol has its own latency, a latency of each step, and the share of the
 bandwidth that it reaches by the bytes of the collective. Levels that a collective crosses together use protocols of the
-same name. A protocol may be for some ``collectives`` only, and have an ``own_bandwidth``, a ``ramp``, a ``least_group``
-and ``in_network``, see ``cost_models.hardware.Protocol``.
+same name. A protocol may be for some ``collectives`` only, and have an ``own_bandwidth``, a ``ramp``, a
+``least_group``, ``in_network`` and ``algorithms``, see ``cost_models.hardware.Protocol``.
 
 **Profile.** A file that ``planner profile`` wrote has a table ``[profile]``, see ``cost_models.measured_profile``.
 """
@@ -99,6 +99,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from cost_models.collectives import ALGORITHMS
 from cost_models.dtypes import ITEM_SIZE, TFLOAT32
 from cost_models.efficiency_format import format_curve, format_efficiency, parse_curve, parse_efficiency
 from cost_models.fields import (
@@ -131,6 +132,8 @@ _DEVICE_KEYS = (
 )  # fmt: skip
 _LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "shared_by", "protocols", "exceptions", "wiring", "links")
 _PROTOCOL_KEYS = tuple(entry.name for entry in fields(Protocol))
+#: Algorithms that need neither a torus nor switches that add up.
+_ALWAYS_POSSIBLE = ("ring", "tree", "hierarchical", "pairwise", "message")
 #: What a cluster prices.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 _RATES = (*ITEM_SIZE, TFLOAT32)
@@ -333,6 +336,7 @@ def _parse_protocols(table: Table, where: str) -> tuple[Protocol, ...]:
         check_keys(protocol, _PROTOCOL_KEYS, here)
         name = get_text(protocol, "name", here)
         collectives = _parse_collectives(protocol, here)
+        algorithms = _parse_algorithms(protocol, collectives or COLLECTIVES, here)
         if any(name == earlier.name and _may_meet(collectives, earlier.collectives) for earlier in protocols):
             raise ValueError(f"{here}.name: protocol {name!r} is named twice")
         latency = get_seconds(protocol, "latency", here)
@@ -349,6 +353,7 @@ def _parse_protocols(table: Table, where: str) -> tuple[Protocol, ...]:
                 ramp=get_seconds(protocol, "ramp", here) if "ramp" in protocol else 0.0,
                 least_group=get_count(protocol, "least_group", here) if "least_group" in protocol else 2,
                 in_network=get_flag(protocol, "in_network", here),
+                algorithms=algorithms,
             )
         )
     _check_served(protocols, where)
@@ -364,6 +369,18 @@ def _parse_collectives(protocol: Table, where: str) -> tuple[str, ...]:
     names = protocol.get("collectives", [])
     if not isinstance(names, list) or not all(name in COLLECTIVES for name in names):
         raise ValueError(f"{where}.collectives must be a list of {', '.join(COLLECTIVES)}, got {shown(names)}")
+    return tuple(names)
+
+
+def _parse_algorithms(protocol: Table, collectives: Sequence[str], where: str) -> tuple[str, ...]:
+    names = protocol.get("algorithms", [])
+    every = dict.fromkeys(name for algorithms in ALGORITHMS.values() for name in algorithms)
+    if not isinstance(names, list) or not all(name in every for name in names):
+        raise ValueError(f"{where}.algorithms must be a list of {', '.join(every)}, got {shown(names)}")
+    for collective in collectives if names else ():
+        if not any(name in _ALWAYS_POSSIBLE and name in ALGORITHMS[collective] for name in names):
+            able = ", ".join(name for name in ALGORITHMS[collective] if name in _ALWAYS_POSSIBLE)
+            raise ValueError(f"{where}.algorithms must name one that can do {collective} over any links ({able})")
     return tuple(names)
 
 

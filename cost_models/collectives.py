@@ -5,7 +5,8 @@ gives, a reduce-scatter takes; an all-to-all holds 1/n of it on each of the n ra
 
 Every algorithm costs α, a latency for each of its steps, and the bytes that pass its tightest link (Thakur,
 Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). The fastest of the
-algorithms and protocols is taken, as NCCL does (its tuning model: src/graph/tuning.cc).
+algorithms and protocols is taken, as NCCL does (its tuning model: src/graph/tuning.cc), of the algorithms that a
+protocol names if it names any: gloo has rings alone.
 """
 
 from __future__ import annotations
@@ -210,16 +211,28 @@ def seconds_over(collective: str, *, num_bytes: float, spans: Sequence[Span], al
         raise ValueError("algorithm 'bucket' needs links between the devices themselves, as a torus has: take another")
     if algorithm is not None:
         return algorithms[algorithm](collective, num_bytes, spans)
-    return min(
-        seconds(collective, num_bytes, spans) for seconds in algorithms.values() if _differs_from_ring(seconds, spans)
+    possible = {
+        name: seconds
+        for name, seconds in algorithms.items()
+        if _is_of_software(name, collective, spans) and (seconds is not bucket_seconds or _is_torus(spans))
+    }
+    if len(spans) == 1 and "ring" in possible:
+        possible.pop("hierarchical", None)  # on one level it is a ring
+    return min(seconds(collective, num_bytes, spans) for seconds in possible.values())
+
+
+def _is_of_software(algorithm: str, collective: str, spans: Sequence[Span]) -> bool:
+    """Whether a protocol of the innermost level may run the collective by this algorithm."""
+    size = group_size(spans)
+    return any(
+        not item.algorithms or algorithm in item.algorithms
+        for item in spans[0].protocols
+        if item.serves(collective, size)
     )
 
 
-def _differs_from_ring(seconds: Algorithm, spans: Sequence[Span]) -> bool:
-    """Whether an algorithm can be used over these levels and is not the ring by another name."""
-    if seconds is bucket_seconds:
-        return len(spans) > 1 and all(span.is_direct for span in spans)
-    return seconds is not hierarchical_seconds or len(spans) > 1
+def _is_torus(spans: Sequence[Span]) -> bool:
+    return len(spans) > 1 and all(span.is_direct for span in spans)
 
 
 def collective_seconds(

@@ -125,6 +125,8 @@ class Protocol:
         ramp: of x seconds in which bytes move, ramp·√x are added: pipelines of chunks fill and empty (√seconds).
         least_group: ranks from which on it is used.
         in_network: switches add up, so that a rank sends what is reduced once and receives it once.
+        algorithms: names of ``cost_models.collectives.ALGORITHMS`` that the software has; none named: all. Of levels
+            that a collective crosses together the innermost one's count.
     """
 
     name: str
@@ -136,6 +138,7 @@ class Protocol:
     ramp: float = 0.0
     least_group: int = 2
     in_network: bool = False
+    algorithms: tuple[str, ...] = ()
 
     def serves(self, collective: str, group_size: int) -> bool:
         """Whether a collective of so many ranks can run by it."""

@@ -12,6 +12,7 @@ In a cluster file::
     low = 0.93                                    # measured over predicted seconds: 5%,
     median = 1.01                                 # 50%
     high = 1.12                                   # and 95% quantile
+    [profile.ranges."the same call"]              # one call, timed from time to time, over its median
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any, Literal
 from cost_models.fields import Count, Positive, Text
 from cost_models.records import from_plain
 
+#: The range of one call that was timed again and again.
+SAME_CALL = "the same call"
 SizeUnit = Literal["flops", "bytes"]
 
 

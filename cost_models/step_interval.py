@@ -1,7 +1,9 @@
 """The interval of a predicted step: how far published runs on such devices were from their predictions.
 
-Of a cluster that ``planner profile`` measured it is that of its own calls: the mean of the logarithms of their
-quantiles, each kind of work and collective weighing as many calls as were kept back.
+Of a cluster that ``planner profile`` measured three things are added up in squares, of which none depends on another:
+how far calls that were kept back are from their prices (kinds of work and collectives one by one, each with as much of
+the step as it has of the calls), how far the same call was from itself while all was measured, and how far whole steps
+were from the sum of their calls, for which the published runs of all chips stand.
 
 ``presets/residuals/published_runs.toml`` has, for each chip, the quantiles of measured over predicted seconds of the
 calibration half of ``benchmarks/published_runs``; ``python -m benchmarks.published --write`` fits and writes it, and
@@ -16,9 +18,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Literal
 
 from cost_models.hardware import DeviceGroup
-from cost_models.measured_profile import Profile
+from cost_models.measured_profile import SAME_CALL, Profile
 
 #: Share of measured steps that is meant to lie in an interval.
 NOMINAL_SHARE = 0.9
@@ -66,12 +69,20 @@ def step_interval(
 
 
 def _of_profile(seconds: float, profile: Profile) -> tuple[float, float]:
-    ranges = profile.ranges.values()
-    calls = sum(each.calls for each in ranges)
-    low, high = (
-        math.exp(sum(each.calls * math.log(getattr(each, end)) for each in ranges) / calls) for end in ("low", "high")
-    )
-    return seconds * low, seconds * high
+    ranges = [each for name, each in profile.ranges.items() if name != SAME_CALL]
+    same = [each for name, each in profile.ranges.items() if name == SAME_CALL]
+    calls = sum(each.calls for each in ranges) or 1
+    middle = sum(each.calls * math.log(each.median) for each in ranges) / calls
+    chips = published_residuals().values()
+    runs = sum(chip.runs for chip in chips)
+
+    def half_width(end: Literal["low", "high"]) -> float:
+        kinds = [each.calls / calls * math.log(getattr(each, end) / each.median) for each in ranges]
+        machine = [math.log(getattr(each, end) / each.median) for each in same]
+        steps = sum(chip.runs * math.log(getattr(chip, end)) for chip in chips) / runs
+        return math.hypot(*kinds, *machine, steps)
+
+    return seconds * math.exp(middle - half_width("low")), seconds * math.exp(middle + half_width("high"))
 
 
 def _residuals_of(device: str) -> ResidualQuantiles | None:

@@ -116,6 +116,27 @@ def test_the_fastest_algorithm_and_protocol_is_taken() -> None:
     assert alone.collective_seconds("all_reduce", num_bytes=1e4, axis="dp") == tree < ring
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "hierarchical"])
+def test_software_that_has_one_algorithm_uses_it(algorithm: str) -> None:
+    """Over two levels by that one; on one level what it is there: a hierarchical all-reduce is a ring."""
+    cluster = two_levels(4, 8)
+    data = cluster.to_dict()
+    for level in data["levels"]:
+        (protocol,) = level["protocols"]
+        others = {**protocol, "collectives": [each for each in ALGORITHMS if each != "all_reduce"]}
+        level["protocols"] = [{**protocol, "collectives": ["all_reduce"], "algorithms": [algorithm]}, others]
+    restricted = Cluster.from_dict(data)
+    assert Cluster.from_dict(restricted.to_dict()) == restricted
+    assert seconds(restricted, {"dp": 32}, "dp", "all_reduce") == seconds(
+        cluster, {"dp": 32}, "dp", "all_reduce", algorithm
+    )
+    inside = {"dp": 8, "tp": 4}
+    assert seconds(restricted, inside, "tp", "all_reduce") == seconds(
+        cluster, inside, "tp", "all_reduce", "ring" if algorithm == "hierarchical" else algorithm
+    )
+    assert seconds(restricted, {"dp": 32}, "dp", "all_gather") == seconds(cluster, {"dp": 32}, "dp", "all_gather")
+
+
 def test_bandwidth_is_reached_by_size() -> None:
     cluster = two_levels(
         1, 2, protocols=[{"name": "simple", "latency": 0, "bandwidth_efficiency": [[1e3, 0.5], [1e9, 1.0]]}]
@@ -299,6 +320,16 @@ def test_switches_that_add_up_are_used_by_groups_that_are_large_enough() -> None
             "protocols",
             [{"name": "a", "latency": 0, "collectives": ["gather"]}],
             r"collectives must be a list of all_reduce",
+        ),
+        (
+            "protocols",
+            [{"name": "a", "latency": 0, "algorithms": ["rings"]}],
+            r"algorithms must be a list of ring, tree",
+        ),
+        (
+            "protocols",
+            [{"name": "a", "latency": 0, "algorithms": ["ring"]}],
+            r"protocols\[0\].algorithms must name one that can do all_to_all over any links \(pairwise\)",
         ),
         ("protocols", [{"name": "a", "latency": 0, "least_group": 8}], r"none is for all_reduce of any group"),
         ("protocols", [{"name": "a", "latency": 0, "in_network": 1}], r"in_network must be true or false"),

@@ -17,20 +17,30 @@ import torch
 import planner
 from benchmarks.accuracy import spearman
 from cost_models import Cluster
-from cost_models.collectives import seconds_over
+from cost_models.collectives import ALGORITHMS, seconds_over
 from cost_models.cost_model import CostModel
 from cost_models.efficiency import Curve, Efficiency
-from cost_models.hardware import Device, Protocol
-from cost_models.measured_profile import Extrapolation
-from cost_models.routes import Span
+from cost_models.hardware import Device, LinkLevel, Protocol
+from cost_models.measured_profile import SAME_CALL, Extrapolation
+from cost_models.routes import Span, route
 from planner.calibration import call_timing, measure_machine, profile_machine
 from planner.calibration.call_timing import cold, seconds_behind_compute
 from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
-from planner.calibration.collective_cases import COLLECTIVES, SIZES, LinkGroups, link_groups, whole_elements
+from planner.calibration.collective_cases import (
+    ACROSS,
+    ALONE,
+    COLLECTIVES,
+    HOST,
+    NETWORK,
+    SIZES,
+    LinkGroups,
+    link_groups,
+    whole_elements,
+)
 from planner.calibration.curve_fit import fit_curve
-from planner.calibration.link_fit import predicted_seconds
-from planner.calibration.measured_call import MeasuredCall, read_calls, write_calls
+from planner.calibration.levels_fit import fit_levels, predicted_seconds
+from planner.calibration.measured_call import SAME, MeasuredCall, read_calls, write_calls
 from planner.calibration.operator_cases import OperatorCase, operator_cases
 from planner.cli import main
 from tests.ranks import run_on_ranks
@@ -60,6 +70,7 @@ def calls_of(device: Device) -> list[MeasuredCall]:
             for size in SIZES:
                 seconds = seconds_over(collective, num_bytes=size, spans=(span,))
                 calls.append(MeasuredCall(collective, "host", str(size), 0.0, float(size), groups.size, seconds))
+    calls += [MeasuredCall(SAME, "float32", str(each), 1e8, 0.0, 1, 1e-3 * (1 + each / 100)) for each in range(21)]
     for what, seconds in (("compute", 2.0), ("communication", 1.5), ("together", 2.3)):
         calls.append(MeasuredCall("overlap", "host", what, 0.0, 0.0, 1, seconds))
     return calls
@@ -77,6 +88,8 @@ def test_a_known_device_is_given_back_by_its_calls() -> None:
     assert medians == pytest.approx(dict.fromkeys(medians, 1.0), rel=0.06)
     assert {f"host: {each}" for each in COLLECTIVES} < medians.keys()
     assert cluster.device.overlap_slowdown == pytest.approx(0.2)
+    again = cluster.profile.ranges[SAME_CALL]
+    assert (again.low, again.high) == pytest.approx((1.01 / 1.1, 1.19 / 1.1)) and again.calls == 21
     prices = CostModel(cluster, {"dp": 4, "tp": 2})
     assert prices.compute_seconds(flops=1e9, num_bytes=1e6, dtype="float32") == pytest.approx(
         TRUE.seconds(flops=1e9, num_bytes=1e6, dtype="float32", kind="matmul"), rel=0.1
@@ -93,8 +106,8 @@ def test_noise_makes_short_collectives_neither_too_fast_nor_too_slow() -> None:
             replace(call, seconds=call.seconds * noise.lognormvariate(0.0, 0.4)) if call.kind in COLLECTIVES else call
             for call in calls_of(TRUE)
         ]
-        (level,) = fitted(calls).levels
-        ratios += [predicted_seconds(level, call) / call.seconds for call in short]
+        levels = fitted(calls).levels
+        ratios += [predicted_seconds(levels, call) / call.seconds for call in short]
     assert math.prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, abs=0.12)  # by the shortest: 0.86
 
 
@@ -134,11 +147,21 @@ def test_what_lies_beyond_the_measured_sizes_is_told() -> None:
 
 def test_ranks_of_predictions_and_measurements_are_compared() -> None:
     assert spearman([1.0, 2.0, 3.0, 4.0], [0.1, 0.2, 0.4, 0.3]) == pytest.approx(0.8)
+    assert spearman([1.0, 2.0, 2.0, 4.0], [0.1, 0.2, 0.3, 0.4]) == pytest.approx(0.9**0.5)
 
 
-def test_groups_use_one_level_of_links_each() -> None:
-    assert link_groups(8, 4) == [LinkGroups("host", 2, 1), LinkGroups("host", 4, 1), LinkGroups("network", 2, 4)]
-    assert LinkGroups("network", 2, 4).members(8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+def test_groups_use_one_level_of_links_each_and_one_group_all() -> None:
+    network = LinkGroups(NETWORK, 2, 4)
+    alone = replace(network, place=ALONE, is_alone=True)
+    assert link_groups(8, 4) == [
+        LinkGroups(HOST, 2, 1),
+        LinkGroups(HOST, 4, 1),
+        alone,
+        LinkGroups(ACROSS, 8, 1),
+        network,
+    ]
+    assert link_groups(4, 1) == [LinkGroups(NETWORK, 2, 1), LinkGroups(NETWORK, 4, 1)]
+    assert network.members(8) == [[0, 4], [1, 5], [2, 6], [3, 7]] and alone.members(8) == [[0, 4]]
     assert [groups.size for groups in link_groups(6, 6)] == [2, 6]
     assert all(whole_elements(size, 6) % 36 == 0 and 4 * whole_elements(size, 6) >= size for size in SIZES)
 
@@ -221,3 +244,60 @@ def test_a_collective_costs_its_mean_behind_compute(monkeypatch: pytest.MonkeyPa
 
     seconds = seconds_behind_compute(collective, torch.device("cpu"), agree=lambda seconds: seconds)
     assert seconds == pytest.approx(2.0, abs=0.4)
+
+
+def two_hosts(*, shared_by: int, algorithm: str, hop: float = 0.0) -> tuple[LinkLevel, ...]:
+    """Two hosts of two ranks whose collectives take 0.1 ms in a host, 1 ms between, ``hop`` a step."""
+
+    def protocols(latency: float) -> tuple[Protocol, ...]:
+        return tuple(
+            Protocol(
+                each, latency, hop * (algorithm in ALGORITHMS[each]), collectives=(each,),
+                algorithms=(algorithm,) * (algorithm in ALGORITHMS[each]),
+            )
+            for each in COLLECTIVES
+        )  # fmt: skip
+
+    inside = LinkLevel(HOST, 2, latency=1e-4, bandwidth=1e9, protocols=protocols(1e-4))
+    between = LinkLevel(NETWORK, 4, latency=1e-3, bandwidth=1e8, shared_by=shared_by, protocols=protocols(1e-3))
+    return inside, between
+
+
+def calls_over(levels: tuple[LinkLevel, ...]) -> list[MeasuredCall]:
+    """What timing would give over two hosts; of one rank of each alone as if no rank shared its link."""
+    unshared = tuple(replace(level, shared_by=1) for level in levels)
+    calls = []
+    for groups, collective in itertools.product(link_groups(4, 2), COLLECTIVES):
+        spans = route(unshared if groups.is_alone else levels, stride=groups.stride, size=groups.size)
+        for size in groups.sizes:
+            seconds = seconds_over(collective, num_bytes=size, spans=spans)
+            place = groups.place
+            calls.append(MeasuredCall(collective, place, str(size), 0.0, float(size), groups.size, seconds))
+    return calls
+
+
+@pytest.mark.parametrize("shared_by", [1, 2])
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+@pytest.mark.parametrize("hop", [0.0, 5e-5])
+def test_hosts_give_back_shared_links_algorithms_and_hops(shared_by: int, algorithm: str, hop: float) -> None:
+    truth = two_hosts(shared_by=shared_by, algorithm=algorithm, hop=hop)
+    calls = calls_over(truth)
+    levels = fit_levels(calls, world_size=4, per_host=2)
+    assert [level.shared_by for level in levels] == [1, shared_by]
+    assert levels[1].bandwidth == pytest.approx(1e8, rel=0.05)
+    ratios = [predicted_seconds(levels, call) / call.seconds for call in calls if call.place != ALONE]
+    assert all(0.8 < ratio < 1.25 for ratio in ratios)
+    assert math.prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, abs=0.03)
+    large = {
+        each: next(c for c in calls if (c.kind, c.place) == (each, ACROSS) and c.num_bytes == 2**24)
+        for each in COLLECTIVES
+    }
+    assert predicted_seconds(levels, large["all_reduce"]) == pytest.approx(large["all_reduce"].seconds, rel=0.03)
+
+
+def test_a_rank_alone_sends_over_the_whole_link_that_it_shares() -> None:
+    """A pipeline of four crosses the network once, whose link both ranks of a host share."""
+    levels = fit_levels(calls_over(two_hosts(shared_by=2, algorithm="ring")), world_size=4, per_host=2)
+    stages, pairs = (route(levels, stride=stride, size=size) for stride, size in ((1, 4), (2, 2)))
+    alone, both = (seconds_over("send_recv", num_bytes=2**26, spans=spans) for spans in (stages, pairs))
+    assert alone == pytest.approx(2**26 / 1e8, rel=0.05) and both == pytest.approx(2 * alone, rel=0.05)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 
 import pytest
 
 pytest.importorskip("transformers")
 
 from cost_models import Cluster
+from cost_models.measured_profile import SAME_CALL, MeasuredRange, Profile
 from cost_models.step_interval import published_residuals, step_interval
 from passes.plan import Plan
 from passes.plan.text_tables import format_seconds_between
@@ -54,6 +56,29 @@ def test_devices_without_published_runs_have_no_interval() -> None:
     both = step_interval(2.0, (*Cluster.parse("dgx-h100").groups, *Cluster.parse("dgx-a100-80g").groups))
     a100, h100 = published_residuals()["A100"], published_residuals()["H100"]
     assert both == (2.0 * min(a100.low, h100.low), 2.0 * max(a100.high, h100.high))
+
+
+def measured(spread: float, *, calls: int = 10) -> MeasuredRange:
+    return MeasuredRange("flops", 1.0, 2.0, calls, 1 / spread, 1.0, spread)
+
+
+def width(**ranges: MeasuredRange) -> float:
+    """Logarithm of how many times as long as expected a measured step may take."""
+    ends = step_interval(1.0, (), Profile("here", ranges))
+    assert ends is not None
+    return math.log(ends[1])
+
+
+def test_interval_of_a_measured_machine_adds_what_does_not_depend_on_each_other() -> None:
+    """Published runs alone; kinds of work average out; a machine whose speed changes does not."""
+    chips = published_residuals().values()
+    steps = sum(chip.runs * math.log(chip.high) for chip in chips) / sum(chip.runs for chip in chips)
+    assert width(one=measured(1.0)) == pytest.approx(steps)
+    one, two = width(one=measured(1.5)), width(one=measured(1.5), other=measured(1.5))
+    assert one == pytest.approx(math.hypot(steps, math.log(1.5)))
+    assert two == pytest.approx(math.hypot(steps, math.log(1.5) / 2, math.log(1.5) / 2))
+    drifting = width(one=measured(1.5), **{SAME_CALL: measured(1.2, calls=40)})
+    assert drifting == pytest.approx(math.hypot(one, math.log(1.2)))
 
 
 @pytest.mark.parametrize("interval", [[2.0, 1.0], [-1.0, 1.0], [1.0, float("inf")]])

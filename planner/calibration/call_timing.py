@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-#: Rounds of which the one in the middle counts, and seconds that a round takes at least, by many calls if need be.
-ROUNDS, ROUND_SECONDS = 5, 2e-3
+#: Rounds of which the one in the middle counts, and seconds that a round takes at least, by many calls if need be:
+#: longer than a process runs in one go that has a share of a processor, or what is short would have all of it.
+ROUNDS, ROUND_SECONDS = 5, 2e-2
 #: More bytes than the caches of a device hold, and copies of a call's tensors at most to come to as many.
 COLD_BYTES, MOST_COPIES = 64 * 2**20, 64
 #: Of a collective behind compute: rounds, and seconds that they take at least together.

@@ -6,18 +6,21 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from cost_models import Cluster
+from cost_models.collectives import ALGORITHMS
 from cost_models.efficiency import KIND_STAND_IN, Efficiency
 from cost_models.hardware import Device, DeviceGroup, LinkLevel
-from cost_models.measured_profile import MeasuredRange, Profile, SizeUnit
+from cost_models.measured_profile import SAME_CALL, MeasuredRange, Profile, SizeUnit
 from cost_models.presets import load_preset
+from planner.calibration.collective_cases import ALONE
 from planner.calibration.curve_fit import fit_curve
-from planner.calibration.link_fit import fit_level, predicted_seconds
-from planner.calibration.measured_call import MeasuredCall
+from planner.calibration.levels_fit import fit_levels, predicted_seconds
+from planner.calibration.measured_call import SAME, MeasuredCall
 
 #: Kinds of which operations decide; of all others the bytes do.
 ARITHMETIC = ("matmul", "convolution", "attention", "attention_backward")
 #: Of calls shorter than so many launches nothing is said about rates, nor of products that memory holds up so long.
 LAUNCH_BOUND, MEMORY_BOUND = 1.5, 0.5
+QUANTILES = (0.05, 0.5, 0.95)
 
 
 def fit_cluster(
@@ -40,9 +43,9 @@ def fit_cluster(
     """
     operators = [call for call in calls if call.kind in KIND_STAND_IN]
     device = _device([call for call in operators if call.is_fitted], calls, device_name, memory, main_dtype)
-    levels = tuple(_levels(calls, world_size, per_host))
+    levels = fit_levels(calls, world_size=world_size, per_host=per_host)
     profile = Profile(machine, dict(_ranges(operators, device, calls, levels)))
-    return Cluster(name, (DeviceGroup(device, world_size),), levels, profile)
+    return Cluster(name, (DeviceGroup(device, world_size),), levels or (_link_of_processes(),), profile)
 
 
 def _device(
@@ -95,30 +98,34 @@ def _overlap_slowdown(calls: Sequence[MeasuredCall]) -> float:
     return min(0.95, max(0.0, (seconds["together"] - seconds["compute"]) / seconds["communication"]))
 
 
-def _levels(calls: Sequence[MeasuredCall], world_size: int, per_host: int) -> Iterator[LinkLevel]:
-    """The levels that were measured; of a single process the link of processes on a host, as the preset has it."""
-    sizes = {"host": per_host, "network": world_size}
-    measured = [name for name in sizes if any(call.place == name and call.ranks > 1 for call in calls)]
-    for name in measured:
-        yield fit_level(name, sizes[name], [call for call in calls if call.place == name and call.kind != "overlap"])
-    if not measured:
-        link = load_preset("cpu-local")["levels"][0]
-        yield LinkLevel("not measured", 1, latency=link["latency"], bandwidth=link["bandwidth"])
+def _link_of_processes() -> LinkLevel:
+    """Of a single process: the link of processes on a host, as the preset has it."""
+    link = load_preset("cpu-local")["levels"][0]
+    return LinkLevel("not measured", 1, latency=link["latency"], bandwidth=link["bandwidth"])
 
 
 def _ranges(
     operators: Sequence[MeasuredCall], device: Device, calls: Sequence[MeasuredCall], levels: Sequence[LinkLevel]
 ) -> Iterator[tuple[str, MeasuredRange]]:
+    yield from _same_call(calls)
     for kind in KIND_STAND_IN:
         mine = [call for call in operators if call.kind == kind]
         unit: SizeUnit = "flops" if kind in ARITHMETIC else "bytes"
         yield from _range(kind, unit, mine, functools.partial(_operator_seconds, device))
-    for level in levels:
-        over = [call for call in calls if call.place == level.name and call.kind not in ("overlap", "launch")]
-        for collective in dict.fromkeys(call.kind for call in over):
-            mine = [call for call in over if call.kind == collective]
-            predict = functools.partial(predicted_seconds, level)
-            yield from _range(f"{level.name}: {collective}", "bytes", mine, predict)
+    collectives = [call for call in calls if call.kind in ALGORITHMS and call.place != ALONE]
+    for place, collective in dict.fromkeys((call.place, call.kind) for call in collectives):
+        mine = [call for call in collectives if (call.place, call.kind) == (place, collective)]
+        predict = functools.partial(predicted_seconds, levels)
+        yield from _range(f"{place}: {collective}", "bytes", mine, predict)
+
+
+def _same_call(calls: Sequence[MeasuredCall]) -> Iterator[tuple[str, MeasuredRange]]:
+    """One call that was timed again and again over its median."""
+    again = sorted(call.seconds for call in calls if call.kind == SAME)
+    if again:
+        low, middle, high = (_quantile(again, share) for share in QUANTILES)
+        flops = next(call.flops for call in calls if call.kind == SAME)
+        yield SAME_CALL, MeasuredRange("flops", flops, flops, len(again), low / middle, 1.0, high / middle)
 
 
 def _operator_seconds(device: Device, call: MeasuredCall) -> float:
@@ -131,7 +138,7 @@ def _range(
     ratios = sorted(call.seconds / predict(call) for call in calls if not call.is_fitted)
     sizes = [call.flops if unit == "flops" else call.num_bytes for call in calls]
     if ratios:
-        low, median, high = (_quantile(ratios, share) for share in (0.05, 0.5, 0.95))
+        low, median, high = (_quantile(ratios, share) for share in QUANTILES)
         yield name, MeasuredRange(unit, min(sizes), max(sizes), len(ratios), low, median, high)
 
 

@@ -15,29 +15,49 @@ _OPERATORS = torch.ops._c10d_functional
 SIZES = tuple(2**power for power in range(10, 27))
 
 
+#: Of groups that only tell how many ranks share a link: large enough to fill it.
+FEW_SIZES = tuple(2**power for power in (10, 16, 20, 22, 23, 24))
+#: Where groups lie: in one host; a rank of each host, all of them at once or the hosts' first ones alone; everywhere.
+HOST, NETWORK, ALONE, ACROSS = "host", "network", "network, one rank a host", "host and network"
+
+
 @dataclass(frozen=True)
 class LinkGroups:
-    """Groups of ``size`` ranks, ``stride`` apart, that use one level of links; all of them work at once."""
+    """Groups of ``size`` ranks, ``stride`` apart, that use the same links; all of them work at once.
 
-    level: str
+    ``is_alone``: of those that lie interleaved only the first one works.
+    """
+
+    place: str
     size: int
     stride: int
+    is_alone: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the tensors that are timed."""
+        return FEW_SIZES if self.is_alone else SIZES
 
     def members(self, world_size: int) -> list[list[int]]:
-        """Ranks of every group."""
+        """Ranks of every group that works."""
         block = self.size * self.stride
         return [
             list(range(first + place, first + block, self.stride))
             for first in range(0, world_size, block)
-            for place in range(self.stride)
+            for place in range(1 if self.is_alone else self.stride)
         ]
 
 
 def link_groups(world_size: int, per_host: int) -> list[LinkGroups]:
-    """Groups of two, four, … and of all ranks of a host; then one rank of each of two, four, … and all hosts."""
+    """Groups of two, four, … and of all ranks of a host; then one rank of each of two, four, … and all hosts.
+
+    Where hosts have several ranks: also one rank of each host while the others rest, and all ranks of all hosts.
+    """
     hosts = world_size // per_host
-    inside = [LinkGroups("host", size, 1) for size in _group_sizes(per_host)]
-    return inside + [LinkGroups("network", size, per_host) for size in _group_sizes(hosts)]
+    groups = [LinkGroups(HOST, size, 1) for size in _group_sizes(per_host)]
+    if per_host > 1 and hosts > 1:
+        groups += [LinkGroups(ALONE, hosts, per_host, is_alone=True), LinkGroups(ACROSS, world_size, 1)]
+    return groups + [LinkGroups(NETWORK, size, per_host) for size in _group_sizes(hosts)]
 
 
 def _group_sizes(most: int) -> list[int]:

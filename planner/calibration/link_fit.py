@@ -21,12 +21,13 @@ SEEN = 0.3
 _PROTOCOL = "measured"
 
 
-def fit_level(name: str, group_size: int, calls: Sequence[MeasuredCall]) -> LinkLevel:
+def fit_level(name: str, group_size: int, calls: Sequence[MeasuredCall], *, shared_by: int = 1) -> LinkLevel:
     """The level of links that ``calls`` were measured over.
 
     A collective takes α + steps·hop + x / e(bytes), where x is what its bytes take at the full bandwidth, the largest
     that any call reached. α and the latency of a hop are the least squares through groups of several sizes, of each the
-    median of the calls that are latency's (``SHORT``), neither below zero; e is a curve through the rest.
+    median of the calls that are latency's (``SHORT``), neither below zero; e is a curve through the rest. Where ranks
+    share a link the bandwidth is the link's, which carries the bytes of ``shared_by`` of them.
 
     Raises:
         ValueError: if nothing was measured over it.
@@ -34,9 +35,11 @@ def fit_level(name: str, group_size: int, calls: Sequence[MeasuredCall]) -> Link
     fitted = [call for call in calls if call.is_fitted]
     if not fitted:
         raise ValueError(f"no collective was measured over the level {name!r}")
-    bandwidth = max(_bytes_sent(call) / call.seconds for call in fitted)
+    bandwidth = max(_bytes_sent(call) / call.seconds for call in fitted)  # of a rank
     latencies = {each: _latencies([call for call in fitted if call.kind == each], bandwidth) for each in COLLECTIVES}
-    level = LinkLevel(name, group_size, latency=latencies["send_recv"][0], bandwidth=bandwidth)
+    level = LinkLevel(
+        name, group_size, latency=latencies["send_recv"][0], bandwidth=shared_by * bandwidth, shared_by=shared_by
+    )
     protocols = {
         each: _protocol(each, latencies[each], bandwidth, [call for call in fitted if call.kind == each])
         for each in COLLECTIVES
@@ -45,16 +48,6 @@ def fit_level(name: str, group_size: int, calls: Sequence[MeasuredCall]) -> Link
     stand_in = protocols.get("all_gather") or next(iter(protocols.values()))
     served = [protocols.get(each, replace(stand_in, collectives=(each,))) for each in COLLECTIVES]
     return replace(level, protocols=tuple(served))
-
-
-def predicted_seconds(level: LinkLevel, call: MeasuredCall) -> float:
-    """What the cost model says of a measured collective over a level."""
-    return seconds_over(call.kind, num_bytes=call.num_bytes, spans=(_span(level, call.ranks),))
-
-
-def _span(level: LinkLevel, ranks: int) -> Span:
-    span = Span.of_link(ranks, latency=level.latency, bandwidth=level.bandwidth)
-    return replace(span, protocols=level.protocols) if level.protocols else span
 
 
 def _priced(call: MeasuredCall, *, num_bytes: float, bandwidth: float = 1.0, hop: float = 0.0) -> float:

@@ -18,8 +18,8 @@ from cost_models.files import check_writable, write_text
 from planner.calibration.call_timing import Call, cold, seconds_behind_compute, seconds_of
 from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
-from planner.calibration.collective_cases import COLLECTIVES, SIZES, LinkGroups, link_groups, whole_elements
-from planner.calibration.measured_call import MeasuredCall, read_calls, write_calls
+from planner.calibration.collective_cases import COLLECTIVES, LinkGroups, link_groups, whole_elements
+from planner.calibration.measured_call import SAME, MeasuredCall, read_calls, write_calls
 from planner.calibration.operator_cases import OperatorCase, launch, operator_cases
 from runtime.launch.process import Process, init
 
@@ -33,6 +33,8 @@ DTYPES = {
 PEAK_SIDES = (256, 512, 1024, 2048, 4096, 8192)
 #: Of a tensor: a processor's allocator keeps less than that; for more the system clears new pages at every call.
 KEPT_BYTES = 32 * 2**20
+#: The matrix product that is timed again and again, and how often after each part of the measurements.
+SAME_SIDE, SAME_TIMES = 512, 2
 #: Of the all-reduce that runs beside matrix products.
 OVERLAP_BYTES = 16 * 2**20
 Listener = Callable[[str], None]
@@ -183,14 +185,17 @@ def _measurements(run: _Run) -> Iterator[None]:
         by_kind.setdefault(case.kind, []).append(case)
     for cases in by_kind.values():
         _operators(run, cases, main)
+        _same_call(run, main)
         yield
     squares = [case for case in by_kind["matmul"] if case.shape[0] == 1 and case.shape[1] in PEAK_SIDES]
     for dtype in others:
         _operators(run, [case for case in squares if len(set(case.shape[1:])) == 1], dtype)
+        _same_call(run, main)
         yield
     every = link_groups(run.world_size, run.per_host)
     for groups in every:
         _collectives(run, groups)
+        _same_call(run, main)
         yield
     if every:
         _overlap(run, every[-1])
@@ -221,22 +226,41 @@ def _operators(run: _Run, cases: list[OperatorCase], dtype: str) -> None:
         rate = max(rate, work / call.seconds)
 
 
+def _same_call(run: _Run, dtype: str) -> None:
+    """A matrix product once more: how fast the machine is now."""
+    turn = sum(call.kind == SAME for call in run.calls)
+    shape = (SAME_SIDE, SAME_SIDE)
+    for which in range(turn, turn + SAME_TIMES):
+        run.measure(
+            SAME, dtype, str(which),
+            lambda: functools.partial(torch.mm, *(torch.rand(shape, device=run.device).to(getattr(torch, dtype)),) * 2),
+            flops=2.0 * SAME_SIDE**3, num_bytes=0.0,
+        )  # fmt: skip
+
+
 def _collectives(run: _Run, groups: LinkGroups) -> None:
-    mine = None
+    mine: Any = None
     for ranks in groups.members(run.world_size):
         group = dist.new_group(ranks)
         mine = group if run.rank in ranks else mine
     for collective, make in COLLECTIVES.items():
-        for size in SIZES:
+        for size in groups.sizes:
             elements = whole_elements(size, groups.size)
             call = run.measure(
-                collective, groups.level, str(4 * elements),
-                functools.partial(make, elements, mine, run.device), timed=seconds_behind_compute,
+                collective, groups.place, str(4 * elements),
+                functools.partial(make, elements, mine, run.device) if mine is not None else _resting,
+                timed=seconds_behind_compute,
                 flops=0.0, num_bytes=4.0 * elements, ranks=groups.size,
             )  # fmt: skip
             if call.seconds > run.most_seconds:
                 break
-    dist.destroy_process_group(mine)
+    if mine is not None:
+        dist.destroy_process_group(mine)
+
+
+def _resting() -> Call:
+    """What a rank does that has no part in a collective: it computes as long as the others."""
+    return lambda: None
 
 
 def _overlap(run: _Run, groups: LinkGroups) -> None:
@@ -246,7 +270,7 @@ def _overlap(run: _Run, groups: LinkGroups) -> None:
     left, right = (torch.rand(512, 512, device=run.device).to(main) for _ in range(2))
 
     def measure(what: str, call: Callable[[], Any]) -> float:
-        return run.measure("overlap", groups.level, what, lambda: call, flops=0.0, num_bytes=0.0).seconds
+        return run.measure("overlap", groups.place, what, lambda: call, flops=0.0, num_bytes=0.0).seconds
 
     communication = measure("communication", lambda: dist.all_reduce(tensor))
     product = measure("product", lambda: torch.mm(left, right))

@@ -17,7 +17,8 @@ class MeasuredCall:
     """Seconds of one operator on a device, or of one collective in all groups of ``ranks`` ranks at once.
 
     Attributes:
-        kind: kind of work (``cost_models.efficiency.KIND_STAND_IN``), ``"launch"``, ``"overlap"``, or a collective.
+        kind: kind of work (``cost_models.efficiency.KIND_STAND_IN``), ``"launch"``, ``"overlap"``, ``SAME`` or a
+            collective.
         place: dtype of an operator, level of links of a collective.
         shape: sizes joined by ``x``: they tell calls of one kind and place apart.
         flops, num_bytes: as the cost model counts them; of a collective the whole tensor's bytes.
@@ -43,6 +44,8 @@ class MeasuredCall:
         return digest[0] % 3 != 0
 
 
+#: Kind of the call that tells how a machine's speed changes.
+SAME = "same"
 #: How calls are timed, in words: those timed otherwise are not taken up.
 _TIMED = "operators on cold tensors into cold memory, collectives behind milliseconds of compute"
 _COLUMNS = tuple(entry.name for entry in fields(MeasuredCall))
