@@ -183,19 +183,19 @@ def _measurements(run: _Run) -> Iterator[None]:
     by_kind: dict[str, list[OperatorCase]] = {}
     for case in operator_cases():
         by_kind.setdefault(case.kind, []).append(case)
-    for cases in by_kind.values():
+    for kind, cases in by_kind.items():
         _operators(run, cases, main)
-        _same_call(run, main)
+        _same_call(run, main, kind)
         yield
     squares = [case for case in by_kind["matmul"] if case.shape[0] == 1 and case.shape[1] in PEAK_SIDES]
     for dtype in others:
         _operators(run, [case for case in squares if len(set(case.shape[1:])) == 1], dtype)
-        _same_call(run, main)
+        _same_call(run, main, dtype)
         yield
     every = link_groups(run.world_size, run.per_host)
     for groups in every:
         _collectives(run, groups)
-        _same_call(run, main)
+        _same_call(run, main, f"{groups.place} {groups.size}")
         yield
     if every:
         _overlap(run, every[-1])
@@ -226,13 +226,12 @@ def _operators(run: _Run, cases: list[OperatorCase], dtype: str) -> None:
         rate = max(rate, work / call.seconds)
 
 
-def _same_call(run: _Run, dtype: str) -> None:
-    """A matrix product once more: how fast the machine is now."""
-    turn = sum(call.kind == SAME for call in run.calls)
+def _same_call(run: _Run, dtype: str, after: str) -> None:
+    """A matrix product once more, ``after`` other measurements: how fast the machine is now."""
     shape = (SAME_SIDE, SAME_SIDE)
-    for which in range(turn, turn + SAME_TIMES):
+    for turn in range(SAME_TIMES):
         run.measure(
-            SAME, dtype, str(which),
+            SAME, dtype, f"after {after} {turn}",
             lambda: functools.partial(torch.mm, *(torch.rand(shape, device=run.device).to(getattr(torch, dtype)),) * 2),
             flops=2.0 * SAME_SIDE**3, num_bytes=0.0,
         )  # fmt: skip
