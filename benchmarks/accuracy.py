@@ -39,7 +39,7 @@ RANKS = 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, help="of the link between two hosts of two ranks each")
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each plan")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each plan, of two steps that are timed")
     parser.add_argument("--cluster", type=Path, help="a file of an earlier planner profile here")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> None:
     text = "\n".join((*table(rows), "", *summary(rows))) + "\n"
     print(text)
     if options.markdown is not None:
-        head = f"# Predicted and measured steps\n\n{machine}; medians of {options.rounds} steps by turns.\n\n"
+        head = f"# Predicted and measured steps\n\n{machine}; medians of {options.rounds} turns of two steps.\n\n"
         options.markdown.write_text(head + text, encoding="utf-8")
 
 

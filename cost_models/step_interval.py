@@ -70,7 +70,7 @@ def step_interval(
 
 def _of_profile(seconds: float, profile: Profile) -> tuple[float, float]:
     ranges = [each for name, each in profile.ranges.items() if name != SAME_CALL]
-    same = [each for name, each in profile.ranges.items() if name == SAME_CALL]
+    same = profile.ranges.get(SAME_CALL)
     calls = sum(each.calls for each in ranges) or 1
     middle = sum(each.calls * math.log(each.median) for each in ranges) / calls
     chips = published_residuals().values()
@@ -78,9 +78,9 @@ def _of_profile(seconds: float, profile: Profile) -> tuple[float, float]:
 
     def half_width(end: Literal["low", "high"]) -> float:
         kinds = [each.calls / calls * math.log(getattr(each, end) / each.median) for each in ranges]
-        machine = [math.log(getattr(each, end) / each.median) for each in same]
+        machine = 0.0 if same is None else math.log(getattr(same, end) / same.median)
         steps = sum(chip.runs * math.log(getattr(chip, end)) for chip in chips) / runs
-        return math.hypot(*kinds, *machine, steps)
+        return math.hypot(*kinds, machine, steps)
 
     return seconds * math.exp(middle - half_width("low")), seconds * math.exp(middle + half_width("high"))
 

@@ -284,8 +284,9 @@ def test_hosts_give_back_shared_links_algorithms_and_hops(shared_by: int, algori
     calls = calls_over(truth)
     levels = fit_levels(calls, world_size=4, per_host=2)
     assert [level.shared_by for level in levels] == [1, shared_by]
-    assert levels[1].bandwidth == pytest.approx(1e8, rel=0.05)
+    assert levels[1].bandwidth == pytest.approx(1e8, rel=0.05)  # the largest call takes 0.1 to 1% of latency
     ratios = [predicted_seconds(levels, call) / call.seconds for call in calls if call.place != ALONE]
+    # curves have two points for sizes ten times apart, and one share of latencies is the steps' on both levels
     assert all(0.8 < ratio < 1.25 for ratio in ratios)
     assert math.prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, abs=0.03)
     large = {

@@ -81,6 +81,13 @@ def test_interval_of_a_measured_machine_adds_what_does_not_depend_on_each_other(
     assert drifting == pytest.approx(math.hypot(one, math.log(1.2)))
 
 
+def test_a_report_says_what_an_interval_is_made_of() -> None:
+    plan = plan_on("dgx-h100")
+    profiled = dataclasses.replace(plan, cluster={**plan.cluster, "profile": {"machine": "here", "ranges": {}}})
+    card = next(iter(headline(profiled, device_hour_price=None)))
+    assert "as the cluster was measured" in card.remark and "published" not in card.remark
+
+
 @pytest.mark.parametrize("interval", [[2.0, 1.0], [-1.0, 1.0], [1.0, float("inf")]])
 def test_files_with_impossible_intervals_are_refused(interval: list[float]) -> None:
     plan = plan_on("dgx-h100")

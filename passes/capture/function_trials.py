@@ -23,8 +23,9 @@ from passes.capture.float64 import keep_float64
 from passes.capture.stand_in import OneDevice
 from passes.capture.watch import WatchedForward
 from passes.ir.errors import CaptureError
-from passes.torch_compat.engine_calls import engine_calls_in, in_backward, seeds_in_order
+from passes.torch_compat.engine_calls import engine_calls_in, in_backward
 from passes.torch_compat.operators import TorchDispatchMode, tree_leaves, tree_map
+from passes.torch_compat.random_seeds import seeds_in_order
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.transforms import apart_from_trace, detect_fake_mode
 

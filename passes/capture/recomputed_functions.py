@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from passes.capture.function_trials import FILLS, TrialGradients, gradients_in_trial
 from passes.ir.errors import CaptureError
-from passes.torch_compat.engine_calls import seeds_in_order
+from passes.torch_compat.random_seeds import seeds_in_order
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracer_questions import outside_of_tracing
 

@@ -136,8 +136,8 @@ class StepPlan(ShortRepr):
         memory: by pipeline rank; ``memory_limit``: bytes that were allowed, without ``headroom``, the share of a
             device that was left to the allocator, communicators and CUDA graphs.
         search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
-        interval: seconds between which nine of ten measured steps lie, by runs published of such devices; None where
-            there are none, or the optimizer's time is not predicted.
+        interval: seconds between which nine of ten measured steps lie, by runs published of such devices or by what
+            was measured of the cluster; None where there are none, or the optimizer's time is not predicted.
         forward_passes: how often a step computes forward; 2 where a pass without gradients first counts what the loss
             needs of the whole batch (how many tokens chose each expert). Seconds forward are those of all passes.
         stage_devices: by pipeline rank where devices are unequal, else nothing; ``memory_limit`` is then the largest.

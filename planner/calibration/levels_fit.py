@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
+from typing import Any
 
 from cost_models.collectives import ALGORITHMS, seconds_over
 from cost_models.hardware import LinkLevel, Protocol
@@ -87,10 +87,7 @@ def _fitted_across(
 ) -> tuple[LinkLevel, ...]:
     """The levels with the one algorithm that is closest to the calls, unless all of them together are as close."""
     choices: list[tuple[str, ...]] = [(), *((name,) for name in _RINGS_AND_TREES if name in ALGORITHMS[kind])]
-    tried = [
-        _with_hops(_changed(levels, kind, functools.partial(_replaced, algorithms=each)), kind, calls, unknown_hops)
-        for each in choices
-    ]
+    tried = [_with_hops(_changed(levels, kind, algorithms=each), kind, calls, unknown_hops) for each in choices]
     errors = [fmean(abs(math.log(call.seconds / predicted_seconds(each, call))) for call in calls) for each in tried]
     closest = min(range(len(tried)), key=errors.__getitem__)
     return tried[closest if errors[closest] < errors[0] - _CLOSER else 0]
@@ -104,7 +101,7 @@ def _with_hops(
     A level of which a single size of group was measured (``unknown``: of how many ranks) has α + steps·hop, and any
     hop: of all such levels the same share of the seconds that are latency's is the steps', as large as the calls ask.
     """
-    free = _changed(levels, kind, functools.partial(_replaced, latency=0.0, hop_latency=0.0))
+    free = _changed(levels, kind, latency=0.0, hop_latency=0.0)
     short = [call for call in calls if predicted_seconds(free, call) < SHORT * call.seconds]
     short = short or [min(calls, key=lambda call: call.num_bytes)]
     target = median(call.seconds for call in short)
@@ -141,14 +138,14 @@ def _shifted(protocol: Protocol, kind: str, share: float, *, ranks: int) -> Prot
     return replace(protocol, latency=protocol.latency - moved, hop_latency=protocol.hop_latency + moved / steps)
 
 
-def _replaced(protocol: Protocol, **figures: object) -> Protocol:
-    return replace(protocol, **figures)  # type: ignore[arg-type]
-
-
-def _changed(levels: tuple[LinkLevel, ...], kind: str, change: functools.partial[Protocol]) -> tuple[LinkLevel, ...]:
-    return tuple(replace(level, protocols=tuple(_of_kind(level, kind, change))) for level in levels)
-
-
-def _of_kind(level: LinkLevel, kind: str, change: functools.partial[Protocol]) -> Iterator[Protocol]:
-    for protocol in level.protocols:
-        yield change(protocol) if protocol.collectives == (kind,) else protocol
+def _changed(levels: tuple[LinkLevel, ...], kind: str, **figures: Any) -> tuple[LinkLevel, ...]:
+    """The levels whose protocols for a collective have these figures."""
+    return tuple(
+        replace(
+            level,
+            protocols=tuple(
+                replace(each, **figures) if each.collectives == (kind,) else each for each in level.protocols
+            ),
+        )
+        for level in levels
+    )

@@ -228,13 +228,10 @@ def _operators(run: _Run, cases: list[OperatorCase], dtype: str) -> None:
 
 def _same_call(run: _Run, dtype: str, after: str) -> None:
     """A matrix product once more, ``after`` other measurements: how fast the machine is now."""
-    shape = (SAME_SIDE, SAME_SIDE)
+    square = torch.rand(SAME_SIDE, SAME_SIDE, device=run.device).to(getattr(torch, dtype))
     for turn in range(SAME_TIMES):
-        run.measure(
-            SAME, dtype, f"after {after} {turn}",
-            lambda: functools.partial(torch.mm, *(torch.rand(shape, device=run.device).to(getattr(torch, dtype)),) * 2),
-            flops=2.0 * SAME_SIDE**3, num_bytes=0.0,
-        )  # fmt: skip
+        shape = f"after {after} {turn}"
+        run.measure(SAME, dtype, shape, lambda: lambda: square @ square, flops=2.0 * SAME_SIDE**3, num_bytes=0.0)
 
 
 def _collectives(run: _Run, groups: LinkGroups) -> None:

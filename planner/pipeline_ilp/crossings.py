@@ -53,8 +53,8 @@ def cheapest_units(units: Iterable[tuple[float, int]], count: int) -> float:
     """The sum of the ``count`` least seconds, each unit once, of ``units`` (seconds of one, how many)."""
     total, left = 0.0, count
     for seconds, copies in sorted(units):
-        taken = min(left, copies)
-        total, left = total + taken * seconds, left - taken
+        places = min(left, copies)
+        total, left = total + places * seconds, left - places
     return total
 
 

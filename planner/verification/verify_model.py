@@ -21,8 +21,8 @@ from passes.ir.types import I, MeshShape
 from passes.pipeline_cut import DATA_AXES
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
-from passes.torch_compat.engine_calls import seeds_without_effect
 from passes.torch_compat.operators import tree_map
+from passes.torch_compat.random_seeds import seeds_without_effect
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan

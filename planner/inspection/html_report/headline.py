@@ -26,7 +26,8 @@ def headline(plan: Plan, *, device_hour_price: float | None) -> tuple[Card, ...]
 
 def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     step, costs, certificate = plan.step, plan.step.costs, plan.certificate
-    covered = "; in brackets, nine of ten runs published of such devices" if step.interval else ""
+    runs = "steps, as the cluster was measured" if plan.cluster.get("profile") else "runs published of such devices"
+    covered = f"; in brackets, nine of ten {runs}" if step.interval else ""
     yield Card(
         "Step",
         format_seconds_between(costs.simulated, step.interval),
