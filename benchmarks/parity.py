@@ -179,8 +179,8 @@ def _run_group(num_ranks: int, cases: list[Case]) -> None:
         for process in ranks:
             process.start()
         try:
-            while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
-                multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()])
+            while (alive := [each for each in ranks if each.is_alive()]) and not any(each.exitcode for each in ranks):
+                multiprocessing.connection.wait([process.sentinel for process in alive])
         finally:
             for process in ranks:
                 process.join(None if not any(other.exitcode for other in ranks) else GRACE)

@@ -118,7 +118,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         state = parallel.full_state_dict()
         if case.get("evaluated", True):
             with torch.no_grad():
-                evaluated = parallel(*args, **kwargs).loss
+                evaluated = parallel(*args, **kwargs)
+                evaluated = evaluated if isinstance(evaluated, torch.Tensor) else evaluated.loss
                 if alone:
                     wanted_loss = single_loss(single, args, kwargs, loss_fn)
                     comparisons.append(difference("loss", "evaluated", evaluated, wanted_loss))
