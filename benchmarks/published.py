@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.published_scores import (
+    APART,
     RECENT,
     Predictions,
     as_prediction,
     coverage,
     falls_behind,
+    faster_pairs,
     read_predictions,
+    recent_medians,
     score_table,
     scoreboard_errors,
     write_predictions,
@@ -43,6 +46,7 @@ def main() -> None:
         RESULTS_FILE.write_text(results_page(after), encoding="utf-8")
     print(score_table(published_runs(), before, after))
     print(covered_text(after))
+    print(recent_text(after))
     for name, error in scoreboard_errors(after).items():
         print(f"mean error of {name} runs: {error:.4f}")
     for sentence in falls_behind(after):
@@ -81,6 +85,7 @@ def results_page(predictions: Predictions) -> str:
         score_table(runs, {}, predictions),
         "",
         covered_text(predictions),
+        recent_text(predictions),
         "",
         "| run | half | family | software | speed | memory | open | likely reason |",
         "|---|---|---|---:|---:|---:|---|---|",
@@ -97,6 +102,18 @@ def covered_text(predictions: Predictions) -> str:
     return (
         f"Intervals of nominal 90% cover {inside} of {total} test runs ({inside / max(1, total):.0%}), of those with"
         f" software of {RECENT} on {inside_recent} of {total_recent} ({inside_recent / max(1, total_recent):.0%})."
+    )
+
+
+def recent_text(predictions: Predictions) -> str:
+    """Medians of families and chips beside each other, and how many pairs of runs are ordered rightly."""
+    medians = ", ".join(f"{name} {median:.3f}" for name, median in recent_medians(predictions).items())
+    tests = [run for run in published_runs() if run.split == "test"]
+    (right, total), (right_test, total_test) = (faster_pairs(runs, predictions) for runs in (published_runs(), tests))
+    return (
+        f"Medians of test runs with software of {RECENT} on: {medians}. Of pairs of runs of one model on one chip that"
+        f" differ by more than {APART - 1:.0%} the faster is predicted in {right} of {total}, of pairs of test runs in"
+        f" {right_test} of {total_test}."
     )
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -27,6 +28,8 @@ SCOREBOARD_FILE = Path(__file__).with_name("published_scoreboard.toml")
 TOTAL_SLACK, FAMILY_SLACK = 1.05, 1.10
 #: Chip of the table → parts of the names of devices that have it.
 CHIPS = {"A100": ("A100",), "H100": ("H100", "H200", "H800")}
+#: Published speeds that differ by less are not told apart.
+APART = 1.10
 #: The year from which on software counts as recent.
 RECENT = 2023
 
@@ -138,11 +141,14 @@ def _change(before: float, after: float, style: str) -> str:
 
 
 def residual_quantiles(predictions: Predictions) -> dict[str, ResidualQuantiles]:
-    """Chip → quantiles of measured over predicted seconds, of its calibration runs (0.9 of them lie between)."""
+    """Chip → quantiles of measured over predicted seconds, of its calibration runs (0.9 of them lie between).
+
+    Of recent software alone, where there is any: plans will run on such.
+    """
     quantiles = {}
     for chip, devices in CHIPS.items():
         rows = [run for run in published_runs() if run.split == "calibration" and run.device == chip]
-        ratios = speed_ratios(rows, predictions)
+        ratios = speed_ratios([run for run in rows if run.software >= RECENT] or rows, predictions)
         if ratios:
             tail = (1.0 - NOMINAL_SHARE) / 2
             low, high = numpy.quantile(ratios, (tail, 1.0 - tail), method="weibull")
@@ -154,7 +160,8 @@ def write_residuals(predictions: Predictions, path: Path = RESIDUALS_FILE) -> No
     """Write the quantiles as the file that the package ships."""
     lines = [
         "# Measured over predicted seconds of steps: between which quantiles nine of ten published runs lie, by chip.",
-        "# Source: the calibration half of benchmarks/published_runs; by python -m benchmarks.published --write.",
+        f"# Source: the calibration half of benchmarks/published_runs, software of {RECENT} on; by python -m"
+        " benchmarks.published --write.",
     ]
     for chip, row in residual_quantiles(predictions).items():
         figures = f"low = {row.low}\nhigh = {row.high}\nruns = {row.runs}"
@@ -171,6 +178,41 @@ def coverage(runs: Iterable[PublishedRun], predictions: Predictions) -> tuple[in
             total += 1
             inside += residuals[run.device].low <= ratio <= residuals[run.device].high
     return inside, total
+
+
+def recent_medians(predictions: Predictions) -> dict[str, float]:
+    """Family and chip → the median ratio of its test runs with recent software; those that have none are left out."""
+    recent = [run for run in published_runs() if run.split == "test" and run.software >= RECENT]
+    ratios: dict[str, list[float]] = {}
+    for run in recent:
+        for name in (run.family, run.device):
+            ratios.setdefault(name, []).extend(speed_ratios([run], predictions))
+    return {name: statistics.median(each) for name, each in sorted(ratios.items()) if each}
+
+
+def faster_pairs(runs: Iterable[PublishedRun], predictions: Predictions) -> tuple[int, int]:
+    """Of pairs of one model on one chip whose published speeds differ by more than ``APART``: rightly ordered, all."""
+    stated = [run for run in runs if speed_ratios([run], predictions)]
+    right = total = 0
+    for one, other in itertools.combinations(stated, 2):
+        if (one.model, one.device) != (other.model, other.device):
+            continue
+        predicted, published = (
+            _speed_of(one, predictions, each) / _speed_of(other, predictions, each)
+            for each in ("predicted", "published")
+        )
+        if abs(math.log(published)) > math.log(APART):
+            total += 1
+            right += (predicted > 1.0) == (published > 1.0)
+    return right, total
+
+
+def _speed_of(run: PublishedRun, predictions: Predictions, what: str) -> float:
+    """Tokens/s of a device of a run that was predicted."""
+    row = predictions[run.name]
+    speed, ratio = row["tokens_per_second"], row["speed"]
+    assert speed is not None and ratio is not None
+    return speed if what == "predicted" else speed / ratio
 
 
 def scoreboard_errors(predictions: Predictions) -> dict[str, float]:

@@ -320,7 +320,7 @@ def test_assumptions_name_the_sources_of_a_preset() -> None:
         for cluster in (data, slower)
     ]
     assert sources[0]["peak, bfloat16"].startswith('"NVIDIA H100 Tensor Core GPU" data sheet')
-    assert "Llama 3 Herd of Models" in sources[0]["efficiency, matmul"]
+    assert "benchmarks/published_runs/ (Megatron, MosaicML, Llama-3)" in sources[0]["efficiency, matmul"]
     assert "FlashAttention-3" in sources[0]["efficiency, attention"]
     assert "DGX H100 data sheet" in sources[0]["network: bandwidth"]
     assert "tuning.cc" in sources[0]["nvlink: latency"]
