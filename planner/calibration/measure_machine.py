@@ -240,7 +240,8 @@ def _collectives(run: _Run, groups: LinkGroups) -> None:
         group = dist.new_group(ranks)
         mine = group if run.rank in ranks else mine
     for collective in groups.collectives:
-        make, timed = COLLECTIVES[collective], seconds_behind_compute
+        make = COLLECTIVES[collective]
+        timed: Timing = seconds_behind_compute
         if collective == "send_recv" and run.device.type == "cpu":
             make, timed = relay, seconds_one_way
         for size in groups.sizes:
