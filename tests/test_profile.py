@@ -24,7 +24,7 @@ from cost_models.hardware import Device, LinkLevel, Protocol
 from cost_models.measured_profile import SAME_CALL, Extrapolation
 from cost_models.routes import Span, route
 from planner.calibration import call_timing, measure_machine, profile_machine
-from planner.calibration.call_timing import cold, seconds_behind_compute
+from planner.calibration.call_timing import cold, seconds_behind_compute, seconds_one_way
 from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
 from planner.calibration.collective_cases import (
@@ -163,6 +163,8 @@ def test_groups_use_one_level_of_links_each_and_one_group_all() -> None:
     assert link_groups(4, 1) == [LinkGroups(NETWORK, 2, 1), LinkGroups(NETWORK, 4, 1)]
     assert network.members(8) == [[0, 4], [1, 5], [2, 6], [3, 7]] and alone.members(8) == [[0, 4]]
     assert [groups.size for groups in link_groups(6, 6)] == [2, 6]
+    assert set(COLLECTIVES) - set(LinkGroups(ACROSS, 8, 1).collectives) == {"send_recv"}
+    assert network.collectives == tuple(COLLECTIVES)
     assert all(whole_elements(size, 6) % 36 == 0 and 4 * whole_elements(size, 6) >= size for size in SIZES)
 
 
@@ -244,6 +246,35 @@ def test_a_collective_costs_its_mean_behind_compute(monkeypatch: pytest.MonkeyPa
 
     seconds = seconds_behind_compute(collective, torch.device("cpu"), agree=lambda seconds: seconds)
     assert seconds == pytest.approx(2.0, abs=0.4)
+
+
+def test_a_collective_is_what_chains_of_the_slowest_rank_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products take another rank 3 s more: it does not wait for itself."""
+    clock, others, asked = [0.0], [0.0], []
+    monkeypatch.setattr(call_timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(call_timing.torch, "mm", lambda left, right: clock.__setitem__(0, clock[0] + 1.0))
+
+    def collective() -> None:
+        clock[0] += 3.0 * call_timing.NUM_PRODUCTS + 2.0  # until the slower rank has come
+
+    def agree(seconds: float) -> float:
+        asked.append(seconds)
+        return max(seconds, others[0] if seconds == call_timing.CHAIN * call_timing.NUM_PRODUCTS else 0.0)
+
+    others[0] = call_timing.CHAIN * 4.0 * call_timing.NUM_PRODUCTS
+    assert seconds_behind_compute(collective, torch.device("cpu"), agree=agree) == pytest.approx(2.0)
+    assert len(asked) >= 1 + 4 * call_timing.CHAINS
+
+
+def test_a_message_takes_half_of_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(call_timing.time, "perf_counter", lambda: clock[0])
+
+    def there_and_back() -> None:
+        clock[0] += 3.0
+
+    seconds = seconds_one_way(there_and_back, torch.device("cpu"), agree=lambda seconds: seconds)
+    assert seconds == pytest.approx(1.5)
 
 
 def two_hosts(*, shared_by: int, algorithm: str, hop: float = 0.0) -> tuple[LinkLevel, ...]:

@@ -17,10 +17,10 @@ import torch
 ROUNDS, ROUND_SECONDS = 5, 2e-2
 #: More bytes than the caches of a device hold, and copies of a call's tensors at most to come to as many.
 COLD_BYTES, MOST_COPIES = 64 * 2**20, 64
-#: Of a collective behind compute: rounds, and seconds that they take at least together.
-PAIRS, PAIRS_SECONDS = 12, 0.6
-#: The compute: so many products of matrices of that side, several milliseconds, as a layer's share of a step takes.
-NUM_PRODUCTS, PRODUCT_SIDE = 8, 448
+#: Calls that follow each other in a chain; chains at least, and seconds that they take at least together.
+CHAIN, CHAINS, CHAINS_SECONDS = 8, 2, 0.6
+#: The compute: so many products of matrices of that side, some milliseconds, as a layer's share of a step takes.
+NUM_PRODUCTS, PRODUCT_SIDE = 4, 448
 
 Call = Callable[[], Any]
 
@@ -58,8 +58,10 @@ def seconds_behind_compute(collective: Call, device: torch.device, *, agree: Cal
 
     Ranks of a program come to a collective from computing, one later than another (the longer they have computed, the
     more), and where the host's processors carry the bytes they have been busy until then: collectives one after the
-    other are quicker than that, and their median hides the calls that wait for a processor. On a GPU, which carries
-    bytes itself, they are timed so.
+    other are quicker than that, and their median hides the calls that wait for a processor. Products and collectives
+    follow each other in chains, as layers of a program do: behind products without a collective ranks would come later
+    still. Of chains the slowest rank's seconds count, with the collective and without. On a GPU, which carries bytes
+    itself, collectives are timed one after the other.
     """
     if device.type == "cuda":
         return seconds_of(collective, device, agree=agree)
@@ -75,12 +77,32 @@ def seconds_behind_compute(collective: Call, device: torch.device, *, agree: Cal
 
     both()
     once = agree(_round(both, 1, device))
-    rounds = max(PAIRS, min(10 * PAIRS, math.ceil(PAIRS_SECONDS / max(once, 1e-9))))
-    alone, together = [], []
-    for _ in range(rounds):
-        alone.append(_round(compute, 1, device))
-        together.append(_round(both, 1, device))
+    alone: list[float] = []
+    together: list[float] = []
+    for _ in range(_chains(once)):
+        for call, seconds in ((compute, alone), (both, together)):
+            agree(0.0)
+            seconds.append(agree(_round(call, CHAIN, device)) / CHAIN)
     return max(fmean(together) - fmean(alone), min(together) - min(alone), 1e-7)
+
+
+def seconds_one_way(there_and_back: Call, device: torch.device, *, agree: Callable[[float], float]) -> float:
+    """Seconds of a message between processors, in the mean, of calls that send one and await one.
+
+    A stage of a pipeline waits for the one before it, not both for each other: what one comes late, messages do not.
+    """
+    there_and_back()
+    once = agree(_round(there_and_back, 1, device))
+    seconds = []
+    for _ in range(_chains(once)):
+        agree(0.0)
+        seconds.append(agree(_round(there_and_back, CHAIN, device)) / CHAIN)
+    return fmean(seconds) / 2
+
+
+def _chains(seconds: float) -> int:
+    """How many chains of calls of so many seconds are timed."""
+    return max(CHAINS, min(10 * CHAINS, math.ceil(CHAINS_SECONDS / (CHAIN * max(seconds, 1e-9)))))
 
 
 def _round(call: Call, calls: int, device: torch.device) -> float:

@@ -38,6 +38,11 @@ class LinkGroups:
         """Bytes of the tensors that are timed."""
         return FEW_SIZES if self.is_alone else SIZES
 
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """Those that are timed: a message crosses one level, so none is sent over all of them."""
+        return tuple(name for name in COLLECTIVES if name != "send_recv" or self.place != ACROSS)
+
     def members(self, world_size: int) -> list[list[int]]:
         """Ranks of every group that works."""
         block = self.size * self.stride
@@ -107,6 +112,25 @@ def send_recv(elements: int, group: Any, device: torch.device) -> Callable[[], A
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+    return call
+
+
+def relay(elements: int, group: Any, device: torch.device) -> Callable[[], Any]:
+    """Every second rank sends to the next, which answers; a rank without a partner rests."""
+    sent, received = torch.ones(elements, device=device), torch.ones(elements, device=device)
+    ranks = dist.get_process_group_ranks(group)
+    place = ranks.index(dist.get_rank())
+    is_first, partner = place % 2 == 0, place ^ 1
+
+    def call() -> None:
+        if partner >= len(ranks):
+            return
+        if is_first:
+            dist.send(sent, ranks[partner], group=group)
+        dist.recv(received, ranks[partner], group=group)
+        if not is_first:
+            dist.send(sent, ranks[partner], group=group)
 
     return call
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from cost_models import Cluster
 from cost_models.files import check_writable, write_text
-from planner.calibration.call_timing import Call, cold, seconds_behind_compute, seconds_of
+from planner.calibration.call_timing import Call, cold, seconds_behind_compute, seconds_of, seconds_one_way
 from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
-from planner.calibration.collective_cases import COLLECTIVES, LinkGroups, link_groups, whole_elements
+from planner.calibration.collective_cases import COLLECTIVES, LinkGroups, link_groups, relay, whole_elements
 from planner.calibration.measured_call import SAME, MeasuredCall, read_calls, write_calls
 from planner.calibration.operator_cases import OperatorCase, launch, operator_cases
 from runtime.launch.process import Process, init
@@ -239,13 +239,17 @@ def _collectives(run: _Run, groups: LinkGroups) -> None:
     for ranks in groups.members(run.world_size):
         group = dist.new_group(ranks)
         mine = group if run.rank in ranks else mine
-    for collective, make in COLLECTIVES.items():
+    for collective in groups.collectives:
+        make = COLLECTIVES[collective]
+        timed: Timing = seconds_behind_compute
+        if collective == "send_recv" and run.device.type == "cpu":
+            make, timed = relay, seconds_one_way
         for size in groups.sizes:
             elements = whole_elements(size, groups.size)
             call = run.measure(
                 collective, groups.place, str(4 * elements),
                 functools.partial(make, elements, mine, run.device) if mine is not None else _resting,
-                timed=seconds_behind_compute,
+                timed=timed,
                 flops=0.0, num_bytes=4.0 * elements, ranks=groups.size,
             )  # fmt: skip
             if call.seconds > run.most_seconds:

@@ -47,7 +47,10 @@ class MeasuredCall:
 #: Kind of the call that tells how a machine's speed changes.
 SAME = "same"
 #: How calls are timed, in words: those timed otherwise are not taken up.
-_TIMED = "operators on cold tensors into cold memory in rounds of 20 ms, collectives behind milliseconds of compute"
+_TIMED = (
+    "operators on cold tensors into cold memory in rounds of 20 ms, collectives in chains behind milliseconds of"
+    " compute, messages there and back"
+)
 _COLUMNS = tuple(entry.name for entry in fields(MeasuredCall))
 
 
