@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,31 +93,8 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     totals = np.minimum.reduceat(weights @ figures, starts, axis=1) @ counts + weights[:, :2] @ received
     reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices)
     terms = zip(bases, (totals + np.where(first, reduction, 0.0)).tolist())
-    late = [(0.0, seconds) for seconds in _late_steps(problem, figures, starts)]
     # filling and draining take no less than nothing
-    return TimeBounds(load, (*terms, *late, (float(problem.num_microbatches), updated)), whole)
-
-
-def _late_steps(problem: StageProblem, figures: Array, starts: NDArray[np.int64]) -> Iterator[float]:
-    """Bounds of the step from what the first unit, and each first runs of a single chunk, leave to reduce
-    (``cost_models.step_time``): the cheapest choices, the first unit or the one next to those runs by itself."""
-    if not (problem.may_be_late and problem.may_have_tail):
-        return
-    counts = np.array([run.count for run in problem.runs], dtype=float)
-    choices = [choice.costs for run in problem.runs for choice in run.choices]
-    names = ("last_excess", "gather_backward", "last_reductions")
-    excess, gathers, reductions = np.array([[getattr(costs, name) for name in names] for costs in choices]).T
-    seconds = problem.num_microbatches * (figures[0] + figures[1]) + figures[4] + figures[WAITS]
-    alone = np.minimum.reduceat(seconds, starts)
-    lead = np.minimum.reduceat(seconds + reductions, starts) - alone
-    left = np.minimum.reduceat(seconds + excess, starts) * counts
-    before = np.minimum.reduceat(seconds + excess - gathers, starts) * counts
-    total = alone * counts
-    yield float(total.sum() + lead[0])
-    for run in range(1, len(counts)):
-        rest = float(total[run:].sum())
-        yield float(left[:run].sum()) + rest
-        yield float(left[: run - 1].sum() + before[run - 1] + lead[run]) + rest
+    return TimeBounds(load, (*terms, (float(problem.num_microbatches), updated)), whole)
 
 
 def _filled_rounds(
