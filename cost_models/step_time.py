@@ -80,9 +80,10 @@ twice as slow and 48 a rank. Far more uneven chunks with few micro-batches do no
 two micro-batches a rank and chunks twice as slow as others, since the formula lets the slowest rank wait for a whole
 fill and drain. GPipe takes (m−1)·(max f + max b) + Σ t exactly, which is more than the formula where another rank is
 slowest forward than backward. Where communication hides, an action waits for its first layer's gather and its last
-reduction, which the formula leaves out: 1% to 2% for chunks of 32 layers whose communication is as long as their
-compute, 3% to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules that split every backward is 1% to
-5% for chunks of 24 layers, and up to a sixth where gradients are reduced each micro-batch and nothing is gathered.
+reduction, which the formula leaves out but at the end of a single chunk: 1% to 2% for chunks of 32 layers whose
+communication is as long as their compute, 3% to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules
+that split every backward is 1% to 5% for chunks of 24 layers, and up to a sixth where gradients are reduced each
+micro-batch and nothing is gathered.
 
 Interleaved 1F1B lets ranks run ahead a little within a round: chunks that differ by a tenth play up to 7% quicker, and
 twice as slow chunks, one in every round, up to 30% (more where they are slower still). Rounds of which one is a tenth
