@@ -6,6 +6,8 @@ The planner fills these in; ``cost_models.step_time`` gives the closed form of t
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass
 
 
@@ -54,6 +56,11 @@ class LayerCosts:
         return max(self.backward, self.gather_backward + self.reduce_backward)
 
     @property
+    def computed_backward(self) -> float:
+        """Seconds of backward without what overlaps with it."""
+        return self.backward
+
+    @property
     def split_seconds(self) -> tuple[float, float]:
         """The same where gradients of inputs and of weights run apart: of the two together, and of those of weights.
 
@@ -77,6 +84,16 @@ class LayerCosts:
         Where nothing is gathered, reductions hold up nothing.
         """
         return max(0.0, self.last_communication - self.backward_seconds) if self.gather_backward else 0.0
+
+    @property
+    def last_excess(self) -> float:
+        """Seconds by which ``last_communication`` exceeds the layer's last backward, waits included."""
+        return self.last_communication - (self.backward_seconds + self.last_wait)
+
+    @property
+    def last_reductions(self) -> float:
+        """Seconds by which its reductions, which follow its compute, outlast its last backward, waits included."""
+        return self.computed_backward + self.last_excess - self.gather_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +143,21 @@ class ChunkCosts:
     """Consecutive layers that one device holds: (costs, how many such layers in a row).
 
     ``receive_forward`` and ``receive_backward`` are seconds to take one micro-batch's activations from the chunk
-    before and its gradients from the chunk after (0 at the ends, and between chunks of one device).
+    before and its gradients from the chunk after (0 at the ends, and between chunks of one device). ``rows`` says of
+    each entry of ``layers`` in which row of the model's like layers it is, which run in any order; empty: each is one.
     """
 
     layers: tuple[tuple[LayerCosts, int], ...]
     receive_forward: float = 0.0
     receive_backward: float = 0.0
+    rows: tuple[int, ...] = ()
+
+    @property
+    def layers_by_row(self) -> list[list[tuple[LayerCosts, int]]]:
+        """The layers row by row."""
+        rows = self.rows or range(len(self.layers))
+        pairs = itertools.groupby(zip(rows, self.layers, strict=True), key=operator.itemgetter(0))
+        return [[entry for _, entry in row] for _, row in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)

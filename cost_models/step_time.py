@@ -54,7 +54,19 @@ reductions of the layers before it, and the last micro-batch is held up on every
 
     wait = max(0, gather_backward + reduce_backward + reduce_step − backward), of layers that gather parameters
     window_r = Σ_{k on r} (b_k + wait_k) + Σ_{r' < r} Σ_{k on r'} (b_k + wait_k) / v        wait_k = Σ wait of chunk k
-    tail = max(reduce_step of the model's first layer, Σ_k wait_k + max(0, max_r (C_r − window_r)))
+    tail = max(reduce_step of the model's first layer, Σ_k wait_k + max(0, max_r (C_r − window_r), late))
+
+A layer's reductions follow its compute, so that those of the model's first layers, the last of a backward, cannot hide
+behind the layers before. Where one chunk is the whole model, let layer i communicate c_i (ρ_i of it reductions) and
+take d_i = b_i + wait_i (a_i of it computing). In any row u of like layers but the last,
+
+    late ≥ a_1 + ρ_1 − d_1                                                               the model's first layer
+    late ≥ Σ_{i in rows ≤ u} (c_i − d_i)                                                 what rows up to u leave
+    late ≥ min_{j in row u+1} (a_j + ρ_j − d_j) + Σ_{i in rows ≤ u} (c_i − d_i) − Σ_{i in row u} gather_backward_i
+
+the last with the reductions of the layer next to row u, of whatever layer its row has there, since row u waits for them
+but for what it gathers before. An embedding that reduces long behind layers that compute long shows there; several
+chunks have other micro-batches or ranks to hide this behind, and nothing is late.
 
 With a split backward there is no wait: no gather follows the weight gradients that are reduced. Then the optimizer,
 once every gradient is there (their norm is clipped over all ranks): max_r Σ (update_step + gather_step). Interleaved
@@ -68,9 +80,10 @@ twice as slow and 48 a rank. Far more uneven chunks with few micro-batches do no
 two micro-batches a rank and chunks twice as slow as others, since the formula lets the slowest rank wait for a whole
 fill and drain. GPipe takes (m−1)·(max f + max b) + Σ t exactly, which is more than the formula where another rank is
 slowest forward than backward. Where communication hides, an action waits for its first layer's gather and its last
-reduction, which the formula leaves out: 1% to 2% for chunks of 32 layers whose communication is as long as their
-compute, 3% to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules that split every backward is 1% to
-5% for chunks of 24 layers, and up to a sixth where gradients are reduced each micro-batch and nothing is gathered.
+reduction, which the formula leaves out but at the end of a single chunk: 1% to 2% for chunks of 32 layers whose
+communication is as long as their compute, 3% to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules
+that split every backward is 1% to 5% for chunks of 24 layers, and up to a sixth where gradients are reduced each
+micro-batch and nothing is gathered.
 
 Interleaved 1F1B lets ranks run ahead a little within a round: chunks that differ by a tenth play up to 7% quicker, and
 twice as slow chunks, one in every round, up to 30% (more where they are slower still). Rounds of which one is a tenth
@@ -81,8 +94,9 @@ the difference (8 ranks), each micro-batch.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -302,5 +316,19 @@ def _tail_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[li
         last_backward = backward + waits[-1]
         exposed = max(exposed, communication - last_backward - finished_before)
         finished_before += last_backward / chunks_per_rank
+    if len(step.chunks) == 1 and whole:
+        exposed = max([exposed, *_late(step.chunks[0])])
     first = step.chunks[0].layers[0][0].reduce_step if step.chunks[0].layers else 0.0
     return max(first, sum(waits) + exposed)
+
+
+def _late(chunk: ChunkCosts) -> Iterator[float]:
+    """What ``late`` is at least, by the first layer and by each row of a chunk but its last."""
+    excess = 0.0
+    for layer, _ in chunk.layers[:1]:
+        yield layer.last_reductions
+    for row, following in itertools.pairwise(chunk.layers_by_row):
+        excess = excess + sum(count * layer.last_excess for layer, count in row)
+        gathers = sum(count * layer.gather_backward for layer, count in row)
+        yield excess
+        yield min(layer.last_reductions for layer, _ in following) + excess - gathers

@@ -44,7 +44,8 @@ SUMS = ("forward", "backward", "weight", "reduce", "wait", "update", "state", "s
 @dataclass(frozen=True)
 class Ways:
     """Ways to run the units of one chunk: one entry each. ``choices``: per run, how many units make which choice, and
-    which choice its first unit makes; ``first``: seconds to reduce the first unit's gradients."""
+    which choice its first unit makes; ``first``: of the first unit, seconds to reduce its gradients once a step, and of
+    all its reductions beyond its backward."""
 
     sums: Array
     peak: Array
@@ -207,8 +208,30 @@ def _ways_of_run(problem: StageProblem, run: int, count: int, *, first: bool) ->
     split = SCHEDULES[problem.schedule].splits_all
     sums = counts @ numpy.array([_sums(costs, split=split) for costs in choices])
     peaks = numpy.array([costs.peak_bytes for costs in choices])
-    reduce = numpy.array([costs.reduce_step for costs in choices])
-    return Ways(sums, numpy.where(counts > 0, peaks, 0.0).max(axis=1), reduce[leads], ((run, counts, leads),))
+    reduce, last = numpy.array([(costs.reduce_step, _last(costs)[1]) for costs in choices]).T
+    first = numpy.stack((reduce[leads], last[leads]), axis=1)
+    return Ways(sums, numpy.where(counts > 0, peaks, 0.0).max(axis=1), first, ((run, counts, leads),))
+
+
+def _last(costs: LayerCosts) -> tuple[float, float]:
+    """By how much what a unit communicates in its last backward outlasts that, and its reductions after its compute."""
+    reductions = costs.reduce_backward + costs.reduce_step
+    sent = costs.gather_backward + reductions
+    lasts = max(costs.backward, costs.gather_backward + costs.reduce_backward, sent * bool(costs.gather_backward))
+    return sent - lasts, costs.backward + reductions - lasts
+
+
+def late(problem: StageProblem, ways: Ways) -> Array:
+    """What the first runs of a model in one chunk leave to reduce behind a whole backward pass, at most."""
+    most, excess = numpy.zeros(len(ways)), numpy.zeros(len(ways))
+    for (run, counts, _), (following, next_counts, _) in itertools.pairwise(ways.choices):
+        costs, next_costs = ([each.costs for each in problem.runs[index].choices] for index in (run, following))
+        excess = excess + counts @ numpy.array([_last(each)[0] for each in costs])
+        most = numpy.maximum(most, excess)
+        gathers = counts @ numpy.array([each.gather_backward for each in costs])
+        least = numpy.where(next_counts > 0, [_last(each)[1] for each in next_costs], numpy.inf).min(axis=1)
+        most = numpy.maximum(most, least + excess - gathers)
+    return most
 
 
 def _sums(costs: LayerCosts, *, split: bool) -> tuple[float, ...]:
@@ -301,7 +324,10 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
         communication = sum(figures[chunk]["reduce"] for chunk in chunks)
         exposed = numpy.maximum(exposed, communication - held_up - backward - before)
         before = before + (backward + held_up) / per_rank
-    tail = numpy.maximum(spread(ways[0].first, 0), waits + exposed)
+    opening, reductions = (spread(each, 0) for each in ways[0].first.T)
+    if num_chunks == 1 and not schedule.splits_backward:
+        exposed = _most([exposed, reductions, late(problem, ways[0])])
+    tail = numpy.maximum(opening, waits + exposed)
     update = _most([sum(figures[chunk]["update"] for chunk in chunks) for chunks in mine])
     shape = tuple(map(len, ways))
     fit: Any = numpy.full((1,) * num_chunks, True)

@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,8 @@ from cost_models.simulator import MOST_PLAYED
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.auditing.repriced_step import reprice
+from planner.pipeline_ilp.late_bounds import late_bound
+from planner.pipeline_ilp.stage_ilp import bound_within_memory, solve_stages
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice, UnitRun, as_step
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import candidates
@@ -181,6 +183,19 @@ def test_every_copy_converts_what_it_takes_also_right_behind_another_row_of_bloc
     plan = plan_step(level.space.graph, level.cluster, read_demands({"tp": 2}))
     priced = reprice(level.space.graph, plan, level.cluster)
     assert plan.certificate.objective == pytest.approx(priced.seconds.total, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_rows_leave_to_reduce_in_one_chunk_is_in_program_and_enumeration(seed: int) -> None:
+    chooser = random.Random(seed)
+    problem = random_problem("1f1b", chooser)
+    limit = problem.memory[0] * chooser.choice((1.0, 2.0))
+    problem = replace(problem, num_ranks=1, num_chunks=1, num_microbatches=1, memory=(limit,))
+    best = one_by_one(problem)
+    assert fastest(problem, chooser).seconds == pytest.approx(best, rel=1e-12)
+    solved = solve_stages(problem, gap=0.0)
+    assert (math.inf if solved is None else solved.objective) == pytest.approx(best, rel=1e-9)
+    assert late_bound(problem.folded) <= bound_within_memory(problem) <= best * (1.0 + 1e-9)
 
 
 def random_problem(schedule: str, chooser: random.Random) -> StageProblem:

@@ -249,6 +249,42 @@ def test_long_reductions_show_in_the_tail() -> None:
     assert step_seconds(short).tail == 1.0  # the first layer's has nothing to hide behind
 
 
+def in_rows(*layers: tuple[LayerCosts, int], rows: tuple[int, ...] = ()) -> PipelineStep:
+    """One chunk on one rank, one micro-batch."""
+    chunk = ChunkCosts(layers=layers, rows=rows)
+    return PipelineStep(schedule="1f1b", num_microbatches=1, num_ranks=1, chunks=(chunk,))
+
+
+def test_an_embedding_reduces_behind_the_layer_next_to_it() -> None:
+    embedding = LayerCosts(forward=0.2, backward=0.6, reduce_backward=8.0)
+    layer = LayerCosts(forward=3.6, backward=7.0, gather_forward=1.6, gather_backward=1.6, reduce_backward=3.1)
+    step = in_rows((embedding, 1), (layer, 24))
+    assert step_seconds(step).tail == pytest.approx(3.1)
+    assert 0.0 <= simulate(step).seconds - step_seconds(step).total <= 1.6  # the first gather
+
+
+def test_a_gather_before_the_last_layer_leaves_less_to_wait_for() -> None:
+    embedding = LayerCosts(forward=4.0, backward=0.6, gather_backward=2.0, reduce_backward=8.0)
+    layer = LayerCosts(forward=3.6, backward=7.0, reduce_backward=3.1)
+    step = in_rows((embedding, 1), (layer, 24))
+    assert step_seconds(step).tail == pytest.approx(3.1 - 2.0)
+    assert simulate(step).seconds == pytest.approx(step_seconds(step).total)
+
+
+def test_rows_of_long_reductions_do_not_hide_behind_the_rows_before() -> None:
+    encoder, decoder = LayerCosts(forward=2.0, backward=4.0, reduce_step=9.0), LayerCosts(forward=6.0, backward=12.0)
+    step = in_rows((encoder, 4), (decoder, 4))
+    assert step_seconds(step).tail == 4 * (9.0 - 4.0)
+    report = simulate(step)
+    assert report.seconds - report.pipeline_seconds == 4 * (9.0 - 4.0) + 4.0  # nothing hides in the first backward
+
+
+def test_layers_of_one_row_run_in_any_order() -> None:
+    long, short = (LayerCosts(forward=1.0, backward=2.0, reduce_step=seconds) for seconds in (9.0, 1.0))
+    step = in_rows((short, 3), (long, 2), (LayerCosts(forward=1.0, backward=20.0), 1), rows=(0, 0, 1))
+    assert step_seconds(step).tail == 2 * (9.0 - 2.0) - 3 * (2.0 - 1.0)
+
+
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 1), ("1f1b", 4), ("gpipe", 2)])
 @pytest.mark.parametrize(("gather", "reduce"), [(0.3, 0.3), (0.9, 0.9), (1.2, 0.6), (1.5, 1.0)])
 @pytest.mark.parametrize("sums", [0.1, 0.8, 1.5])

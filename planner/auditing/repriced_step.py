@@ -209,7 +209,8 @@ class StepPricer:
                 layers.append((pricer._layer(unit, group), group.count))
                 self._groups[index].append((unit, group))
                 copy += group.count
-            yield first, ChunkCosts(layers=tuple(layers))
+            rows = tuple(unit for unit, _ in self._groups[index])
+            yield first, ChunkCosts(layers=tuple(layers), rows=rows)
         if unit != len(self.units.units) - 1 or copy != self.units.units[unit].count:
             raise ValueError(f"the plan's chunks end at unit {unit}, the graph has {len(self.units.units)}")
 

@@ -78,7 +78,7 @@ def _traced(chunk: ChunkCosts, index: int) -> ChunkCosts:
 
 def _all_traced(costs: Any, chunk: int, layer: int) -> Any:
     """``costs`` (of a layer, or of a chunk) with every field of seconds traced."""
-    names = [field.name for field in dataclasses.fields(costs) if field.name != "layers"]
+    names = [field.name for field in dataclasses.fields(costs) if field.name not in ("layers", "rows")]
     traced: dict[str, Any] = {
         name: TracedSeconds(getattr(costs, name), {SecondsOfStep(chunk, layer, name): 1.0})
         for name in names

@@ -40,6 +40,11 @@ Program::
           - Σ_{r(k)=r} (b[k] + x[k]) - Σ_{r(k)<r} (b[k] + x[k])/v            every rank r                  (tail)
     T ≥ Σ_k x[k],   x[k] = Σ wait·n
     T ≥ Σ_c reduce_step(c)·w[c]
+        one chunk:  T ≥ Σ_c x(c)·n[c] + Σ_c e(c)·w[c]                                                      (late)
+                    T ≥ Σ_c x(c)·n[c] + Σ_{u(c)≤u} s(c)·n[c]                     every run u but the last
+                    T ≥ Σ_c x(c)·n[c] + Σ_{u(c)≤u} s(c)·n[c] - Σ_{u(c)=u} gather_backward·n[c] + Σ_c e(c)·z[c]
+                    Σ_c z[c] = 1,   0 ≤ z[c] ≤ n[c],   c of run u+1
+            s(c): communication beyond the last backward, e(c): reductions beyond it, behind the unit's compute
     U ≥ Σ_{r(k)=r} Σ (update_step + gather_step)·n                           every rank r                  (update)
     Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)     every i of r   (remember)
     Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c] ≤ N(u)·y[r,j]                          every r, j, u                 (peak)

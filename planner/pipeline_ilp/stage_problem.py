@@ -51,6 +51,18 @@ SAME = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class FoldedCosts(LayerCosts):
+    """A layer whose overlapped communication is in ``forward`` and ``backward``; ``compute``: of backward, without."""
+
+    compute: float
+
+    @property
+    def computed_backward(self) -> float:
+        """Seconds of backward without what overlaps with it."""
+        return self.compute
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitChoice:
     """One way to run a unit.
 
@@ -177,9 +189,16 @@ class StageProblem:
 
     @property
     def may_have_tail(self) -> bool:
-        """Whether gradients of any choice are reduced once a step, after the last backward."""
+        """Whether reductions of any choice may outlast the last backward."""
         every_run = (run for runs in (self.rank_runs or (self.runs,)) for run in runs)
-        return any(choice.costs.reduce_step > 0 for run in every_run for choice in run.choices)
+        every_choice = (choice.costs for run in every_run for choice in run.choices)
+        late = self.may_be_late
+        return any(costs.reduce_step > 0 or (late and costs.reduce_backward > 0) for costs in every_choice)
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether reductions of each micro-batch, too, may outlast the last backward (``cost_models.step_time``)."""
+        return self.num_chunks == 1 and not SCHEDULES[self.schedule].splits_backward
 
     @property
     def num_units(self) -> int:
@@ -248,7 +267,8 @@ def least_of(rank_runs: Sequence[Sequence[UnitRun]], *, split: bool = False) -> 
     names = [figure.name for figure in fields(LayerCosts)]
 
     def choice(options: tuple[UnitChoice, ...]) -> UnitChoice:
-        costs = LayerCosts(**{name: min(getattr(option.costs, name) for option in options) for name in names})
+        least = {name: min(getattr(option.costs, name) for option in options) for name in names}
+        costs = FoldedCosts(**least, compute=min(option.costs.computed_backward for option in options))
         if split:
             most = max(option.costs.backward_weight for option in options)
             costs = replace(costs, backward_weight=most, **dict.fromkeys(_REDUCED, 0.0))
@@ -269,7 +289,8 @@ def _fold(costs: LayerCosts, *, split: bool) -> LayerCosts:
     if not (costs.gather_forward or costs.gather_backward or costs.reduce_backward):
         return costs
     backward, weight = costs.split_seconds if split else (costs.backward_seconds, costs.backward_weight)
-    return LayerCosts(  # not by ``replace``, which takes three times as long
+    return FoldedCosts(  # not by ``replace``, which takes three times as long
+        compute=costs.computed_backward,
         forward=costs.forward_seconds,
         backward=backward,
         backward_weight=weight,
@@ -292,7 +313,8 @@ def as_step(problem: StageProblem, assignment: Assignment) -> PipelineStep:
     chunks = []
     for rank, groups in zip(ranks, assignment):
         runs = problem.runs_on(rank)
-        chunks.append(ChunkCosts(layers=tuple((runs[run].choices[choice].costs, n) for run, choice, n in groups)))
+        layers = tuple((runs[run].choices[choice].costs, n) for run, choice, n in groups)
+        chunks.append(ChunkCosts(layers=layers, rows=tuple(run for run, _, _ in groups)))
     for chunk in range(1, len(chunks)):
         if ranks[chunk] != ranks[chunk - 1]:
             cut = assignment[chunk][0][0]
@@ -357,6 +379,7 @@ def _directions(problem: StageProblem) -> dict[str, int]:
     longer_backward_may_help = any(on_inputs < 0 for _, on_inputs, _ in schedule.fills)
     # what a backward communicates besides only matters to reductions after the last one, which wait for it
     better |= dict.fromkeys(("gather_backward", "reduce_backward"), int(problem.may_have_tail))
+    better["computed_backward"] = int(problem.may_be_late)
     if problem.num_ranks > 1 and (schedule.divided or not plain):
         # a longer backward hides more of the reduction, and here it may cost the pipeline less than that
         longer_backward_may_help |= problem.may_have_tail

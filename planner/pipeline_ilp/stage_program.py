@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cost_models.order_path import Counts
@@ -134,7 +134,8 @@ def build_stage_program(problem: StageProblem, *, load_bound: float) -> StagePro
     add_units(stage)
     add_order(stage)
     first = problem.runs_on(problem.ranks[0])[0]
-    if first.count > 1 and len({choice.costs.reduce_step for choice in first.choices}) > 1:
+    names = ("reduce_step", "last_reductions") if problem.may_be_late else ("reduce_step",)
+    if first.count > 1 and any(len({getattr(each.costs, name) for each in first.choices}) > 1 for name in names):
         add_first(stage)
     forward, backward = add_streams(stage)
     add_pipeline(stage, forward, backward, load_bound)
@@ -296,7 +297,7 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
-    """(tail): gradient reductions that no later backward pass hides, and the very first layer's reduction."""
+    """(tail), (late): gradient reductions that no later backward pass hides, and the very first layer's reduction."""
     problem, program = stage.problem, stage.program
     if not problem.may_have_tail:
         return
@@ -315,13 +316,49 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
             communication = stage.seconds(chunks, "last_communication").add(waits)
             stage.at_least(tail, communication.add(last_backward, -1.0).add(before, -1.0))
         before.add(last_backward, problem.num_ranks / problem.num_chunks)
-    first_run = problem.runs_on(problem.ranks[0])[0]
-    reductions = [choice.costs.reduce_step / stage.second for choice in first_run.choices]
-    if len(set(reductions)) == 1:
-        stage.at_least(tail, Linear([], reductions[0]))
-        return
+    stage.at_least(tail, _of_first(stage, "reduce_step"))
+    for late in _late(stage) if problem.may_be_late else ():
+        stage.at_least(tail, late.add(waits))
+
+
+def _of_first(stage: StageProgram, name: str) -> Linear:
+    """Seconds of the very first unit."""
+    first_run = stage.problem.runs_on(stage.problem.ranks[0])[0]
+    seconds = [getattr(choice.costs, name) / stage.second for choice in first_run.choices]
+    if len(set(seconds)) == 1:
+        return Linear([], seconds[0])
     first = stage.first or [(move.choice, move.column) for move in stage.moves[0] if move.run == 0]
-    stage.at_least(tail, Linear([(column, reductions[choice]) for choice, column in first]))
+    return Linear([(column, seconds[choice]) for choice, column in first])
+
+
+def _late(stage: StageProgram) -> Iterator[Linear]:
+    """(late): what the first unit, and the first runs, alone and behind the unit next to them, leave to reduce."""
+    yield _of_first(stage, "last_reductions")
+    (moves,) = stage.moves
+    excess = Linear()
+    for run, following in itertools.pairwise(range(len(stage.problem.runs))):
+        of_run = [move for move in moves if move.run == run]
+        excess = Linear().add(excess).add(_sum_of(stage, of_run, "last_excess"))
+        if any(factor > 0 for _, factor in excess.terms):
+            yield Linear().add(excess)
+        least = _least_of(stage, [move for move in moves if move.run == following])
+        yield least.add(excess).add(_sum_of(stage, of_run, "gather_backward"), -1.0)
+
+
+def _sum_of(stage: StageProgram, moves: Sequence[Move], name: str) -> Linear:
+    return Linear([(move.column, getattr(move.option.costs, name) / stage.second) for move in moves])
+
+
+def _least_of(stage: StageProgram, moves: Sequence[Move]) -> Linear:
+    """The least ``last_reductions`` of the choices that a run's units take."""
+    seconds = [move.option.costs.last_reductions / stage.second for move in moves]
+    if len(set(seconds)) == 1:
+        return Linear([], seconds[0])
+    beside = [stage.program.variable(upper=1.0) for _ in moves]
+    for move, column in zip(moves, beside, strict=True):
+        stage.program.row([(move.column, 1.0), (column, -1.0)], lower=0.0)
+    stage.program.row([(column, 1.0) for column in beside], lower=1.0, upper=1.0)
+    return Linear(list(zip(beside, seconds, strict=True)))
 
 
 def add_update(stage: StageProgram) -> None:

@@ -13,6 +13,7 @@ from planner.pipeline_ilp.balance import all_alike, balance, by_rounds
 from planner.pipeline_ilp.coding import decode, encode
 from planner.pipeline_ilp.content_boxes import ContentBoxes
 from planner.pipeline_ilp.fronts import LOAD, DualWeights, whole_step_weights
+from planner.pipeline_ilp.late_bounds import late_bound
 from planner.pipeline_ilp.path_rows import add_longest_path, add_paths
 from planner.pipeline_ilp.rank_contents import contents_of_ranks
 from planner.pipeline_ilp.ranks import Shares, add_tables, share_out
@@ -71,7 +72,8 @@ class StageSearch:
         self.is_asked_once = proofs is None
         self.proofs = Proofs() if proofs is None else proofs
         self.bounds = time_bounds(problem)
-        self.bound, self.load = max(self.bounds.step, self.proofs.bound), self.bounds.load
+        self.bound = max(self.bounds.step, late_bound(problem), self.proofs.bound)
+        self.load = self.bounds.load
         self.best, self.objective = self.proofs.best, self.proofs.objective
         self.size = (0, 0)
         self.effort, self.deadline = 0.0, math.inf
