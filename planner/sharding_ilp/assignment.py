@@ -135,9 +135,10 @@ def stream_tree(
         lattice = replace(lattice, arcs=tuple(arc for arc in lattice.arcs if arc.step in allowed))
         return _tree(lattice, first, ends, _Counts(parts, users))
     key = (id(lattice), first, users, *ends, *parts)
-    if key not in lattices.trees:
-        lattices.trees[key] = lattice, _tree(lattice, first, ends, _Counts(parts, users))
-    return lattices.trees[key][1]
+    trees = lattices.pool.trees
+    if key not in trees:
+        trees[key] = lattice, _tree(lattice, first, ends, _Counts(parts, users))
+    return trees[key][1]
 
 
 def _tree(lattice: Lattice, root: int, ends: Sequence[int], counts: _Counts) -> tuple[Conversion, ...] | None:
