@@ -170,8 +170,9 @@ class _Ways:
 
 
 class LatticePool:
-    """Lattices, and the cheapest ways between placements, by the prices of their steps: values of other cuts whose parts
-    have as many bytes often have the same.
+    """Lattices, and the cheapest ways between placements, by the prices of their steps.
+
+    Values of other cuts whose parts have as many bytes often have the same.
 
     Attributes:
         ways: by the prices of all steps.

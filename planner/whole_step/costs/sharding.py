@@ -401,7 +401,7 @@ def solved_sharding(ilp: ShardingIlp, lattices: Lattices, solver: str) -> Solved
     solution = _solution(ilp.program, solver)
     if solution.values is None:
         return None
-    assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices)
+    assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices, requests=ilp.requests)
     slack = 0.0 if solution.status == OPTIMAL else ilp.program.cost_of(solution.values) - solution.bound
     return None if assignment is None else SolvedSharding(ilp, assignment, slack)
 
