@@ -10,7 +10,7 @@ import pytest
 
 from passes.ir.graph import Value
 from passes.ir.types import MeshShape, P, R
-from planner.sharding_ilp.lattice import Lattices, distances
+from planner.sharding_ilp.lattice import LatticePool, Lattices, distances
 from planner.sharding_ilp.options import placements_of
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.sharding_ilp.step_tables import step_table
@@ -94,3 +94,17 @@ def test_lattices_of_parameters_serve_every_size_of_the_data_axis() -> None:
     assert first.of(row, types, settled=(0,)) is not second.of(row, types, settled=(0,))
     cut = (("S(1)",), *types[1:])  # its parts on the data axis are of other sizes
     assert first.of(weight, cut, settled=(0,)) is not second.of(weight, cut, settled=(0,))
+
+
+def test_values_whose_parts_cost_the_same_have_one_lattice_in_a_pool() -> None:
+    pool, types = LatticePool(), (("R",), ("R",), ("I", "R", "S(0)", "P"))
+    large, small = (Value("value", (rows, 48), "float32", requires_grad=True) for rows in (96, 48))
+    cut = (("S(0)",), *types[1:])
+    on_two, on_four = (Pricing(UnitCosts(AXES), MeshShape.from_dict({**AXES, "dp": size})) for size in (2, 4))
+    first, second = Lattices(on_two, pool=pool), Lattices(on_four, pool=pool)
+    again = Value("value", (192, 48), "float32", requires_grad=True)  # as many rows a rank on four as ``large`` on two
+    assert first.of(large, cut, settled=(0,)) is second.of(again, cut, settled=(0,))
+    assert first.of(large, cut, settled=(0,)) is not first.of(small, cut, settled=(0,))
+    assert first.of(large, cut, settled=(0,)) == Lattices(on_two).of(large, cut, settled=(0,))
+    saved = first.of(large, cut, settled=(0,), saved=True)  # its copies have bytes
+    assert saved is not first.of(large, cut, settled=(0,)) and saved.keeps_copies

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.cuts import greedy_partition
-from planner.pipeline_ilp.fronts import DualWeights, Front, Options, options_of
+from planner.pipeline_ilp.fronts import DualWeights
+from planner.pipeline_ilp.peak_levels import PeakLevel, Slot, fastest_front, peak_levels
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_bounds import Rounds, fewest_rounds
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
@@ -25,6 +26,8 @@ from planner.pipeline_ilp.stage_program import chunks_of, in_rounds
 _TARGETS = 4
 #: How many divisions of the layers over rounds are tried, and how many ranks are tried as models for all others.
 _WAYS, _MODELS = 3, 3
+#: Units of one rank: (chunk, run, choice).
+_Placed = list[tuple[int, int, int]]
 
 
 def balance(problem: StageProblem, weights: DualWeights) -> Assignment | None:
@@ -37,9 +40,10 @@ def balance(problem: StageProblem, weights: DualWeights) -> Assignment | None:
     ends = _balanced_ends(problem, [fastest[run] for run in units])
     counts: list[dict[tuple[int, int], int]] = [{} for _ in ends]
     begins = [0, *ends[:-1]]
+    fastest_placements = _FastestPlacements(problem, weights)
     for rank, chunks in enumerate(chunks_of(problem)):
         slots = [(chunk, run) for chunk in chunks for run in units[begins[chunk] : ends[chunk]]]
-        placed = _fastest(problem, rank, slots, weights)
+        placed = fastest_placements.of(rank, slots)
         if placed is None:
             return None
         for chunk, run, choice in placed:
@@ -94,46 +98,26 @@ def _moved(ends: np.ndarray, giver: int, taker: int) -> np.ndarray | None:
     return moved
 
 
-def _fastest(
-    problem: StageProblem, rank: int, slots: Sequence[tuple[int, int]], weights: DualWeights
-) -> list[tuple[int, int, int]] | None:
-    """The (chunk, run, choice) of every unit in the rank's fastest choices within memory, over all levels of peaks.
+class _FastestPlacements:
+    """The (chunk, run, choice) of every unit of a rank in its fastest choices within memory, over all levels of peaks.
 
-    A level that allows the choices of the one below it leaves them less room, and is not looked at.
+    Cuts that give a rank's first chunks as many units share what is worked out of these.
     """
-    limit, held = problem.memory[rank], problem.in_flight
-    bounded = math.isfinite(limit)
-    runs = {run for _, run in slots}
-    peaks = sorted({choice.costs.peak_bytes for run in runs for choice in problem.runs[run].choices})
-    best: Front | None = None
-    front: Front | None = None
-    before: dict[tuple[int, int], Options] = {}
-    for level in peaks if bounded else [math.inf]:
-        room = limit * (1 + ROUNDING) - level if bounded else math.inf
-        options = {
-            (chunk, run): options_of(
-                problem.runs[run].choices, weights.unit, peak=level, held=held[chunk], bounded=bounded
+
+    def __init__(self, problem: StageProblem, weights: DualWeights) -> None:
+        self.problem, self.weights = problem, weights
+        self.levels: dict[tuple[int, frozenset[Slot]], list[PeakLevel]] = {}
+
+    def of(self, rank: int, slots: Sequence[Slot]) -> _Placed | None:
+        """Those of one rank with units in ``slots``, None if they do not fit."""
+        key = rank, frozenset(slots)
+        if key not in self.levels:
+            problem = self.problem
+            self.levels[key] = peak_levels(
+                problem.runs, slots, self.weights, held=problem.in_flight, limit=problem.memory[rank]
             )
-            for chunk, run in set(slots)
-        }
-        if front is not None and not front.lost and _are_alike(options, before):
-            continue
-        before = options
-        front = Front(np.zeros(int(room >= 0)), np.zeros(int(room >= 0)), room)
-        for slot in slots:
-            front = front.with_unit(slot, options[slot])
-        if len(front.seconds) and (best is None or front.seconds[0] < best.seconds[0]):
-            best = front
-    return None if best is None else best.units()
-
-
-def _are_alike(options: Mapping[tuple[int, int], Options], others: Mapping[tuple[int, int], Options]) -> bool:
-    """Whether every slot may take the same choices."""
-    return all(np.array_equal(choices, others[slot][2]) for slot, (_, _, choices) in options.items())
-
-
-#: Units of one rank: (chunk, run, choice).
-_Placed = list[tuple[int, int, int]]
+        front = fastest_front(self.levels[key], slots)
+        return None if front is None else front.units()
 
 
 def by_rounds(problem: StageProblem, weights: DualWeights) -> Iterator[Assignment]:
@@ -145,13 +129,13 @@ def by_rounds(problem: StageProblem, weights: DualWeights) -> Iterator[Assignmen
     run = main_run(problem)
     if run is None or not in_rounds(problem):
         return
-    chunks = chunks_of(problem)
+    chunks, fastest = chunks_of(problem), _FastestPlacements(problem, weights)
     for counts in _round_counts(problem, run):
         slots = [
             [(chunk, kind) for chunk in chunks_of_rank for kind in _runs_of(problem, run, chunk, counts)]
             for chunks_of_rank in chunks
         ]
-        fastest_by_rank = [_fastest(problem, rank, slots[rank], weights) for rank in range(problem.num_ranks)]
+        fastest_by_rank = [fastest.of(rank, slots[rank]) for rank in range(problem.num_ranks)]
         placed_by_rank = [placed for placed in fastest_by_rank if placed is not None]
         if len(placed_by_rank) < len(fastest_by_rank):
             continue

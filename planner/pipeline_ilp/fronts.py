@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -104,25 +105,42 @@ def _undominated(seconds: Array, sizes: Array, limit: float) -> NDArray[np.int64
     return order[last]
 
 
-def options_of(
-    choices: Sequence[UnitChoice], seconds: Callable[[LayerCosts], float], *, peak: float, held: float, bounded: bool
-) -> Options:
-    """The undominated choices of a unit with peaks of at most ``peak`` bytes.
+#: Seconds, bytes, index and peak of each choice of a unit, in order.
+OrderedChoices = list[tuple[float, float, int, float]]
+
+
+def ordered_choices(
+    choices: Sequence[UnitChoice], seconds: Callable[[LayerCosts], float], *, held: float, bounded: bool
+) -> OrderedChoices:
+    """The choices of a unit, fastest first.
 
     ``held`` is the number of micro-batches in flight; without a memory limit (``bounded`` False) bytes count as 0.
     """
-    candidates = []
-    for index, choice in enumerate(choices):
-        costs = choice.costs
-        if costs.peak_bytes <= peak:
-            size = costs.state_bytes + held * costs.saved_bytes if bounded else 0.0
-            candidates.append((seconds(costs), size, index))
-    best: list[tuple[float, float, int]] = []
-    for option in sorted(candidates):
-        if not best or option[1] < best[-1][1]:
-            best.append(option)
-    times, sizes, indices = zip(*best) if best else ((), (), ())
+    every = enumerate(choice.costs for choice in choices)
+    return sorted(
+        (seconds(costs), costs.state_bytes + held * costs.saved_bytes if bounded else 0.0, index, costs.peak_bytes)
+        for index, costs in every
+    )
+
+
+def options_up_to(ordered: OrderedChoices, peak: float) -> Options:
+    """The undominated choices of a unit with peaks of at most ``peak`` bytes."""
+    times, sizes, indices = [], [], []
+    fewest = math.inf
+    for seconds, size, index, largest in ordered:
+        if largest <= peak and size < fewest:
+            fewest = size
+            times.append(seconds)
+            sizes.append(size)
+            indices.append(index)
     return np.array(times, dtype=float), np.array(sizes, dtype=float), np.array(indices, dtype=np.int64)
+
+
+def options_of(
+    choices: Sequence[UnitChoice], seconds: Callable[[LayerCosts], float], *, peak: float, held: float, bounded: bool
+) -> Options:
+    """The same of ``ordered_choices``."""
+    return options_up_to(ordered_choices(choices, seconds, held=held, bounded=bounded), peak)
 
 
 @dataclass(frozen=True)

@@ -158,12 +158,10 @@ def _in_step(problem: StageProblem, figures: Array) -> Array:
 def _undominated(table: Array) -> Indices:
     """Rows that no other beats or equals in every figure, by load."""
     values = table * _SIGNS
-    order = np.lexsort(values.T[::-1])
-    undominated = np.empty_like(values)
+    left = np.lexsort(values.T[::-1])
     indices: list[int] = []
-    for index in order:
-        row = values[index]
-        if not (undominated[: len(indices)] <= row).all(axis=1).any():
-            undominated[len(indices)] = row
-            indices.append(int(index))
+    while len(left):  # the first that is left is undominated, since what beats a row comes before it
+        indices.append(int(left[0]))
+        rows = values[left]
+        left = left[(rows < rows[0]).any(axis=1)]
     return np.array(indices, dtype=np.int64)

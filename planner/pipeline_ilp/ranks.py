@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.pipeline_ilp.crossings import received
-from planner.pipeline_ilp.fronts import DualWeights, Front, Options, options_of
-from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
+from planner.pipeline_ilp.fronts import DualWeights, Front
+from planner.pipeline_ilp.peak_levels import peak_levels
+from planner.pipeline_ilp.stage_problem import Assignment, StageProblem
 from planner.pipeline_ilp.stage_program import Linear, StageProgram, chunks_of
 
 Array = NDArray[np.float64]
@@ -42,59 +43,61 @@ class RankTable:
     ) -> None:
         self.problem, self.run, self.seconds = problem, run, weights.unit
         self.chunks, self.received = chunks, received
-        self.limit = problem.memory[rank]
         held = problem.in_flight
-        self.spare = min(self.chunks, key=lambda chunk: held[chunk])
+        spare = min(self.chunks, key=lambda chunk: held[chunk])
         ends = [(0, 0)] * (run > 0) + [(problem.num_chunks - 1, len(problem.runs) - 1)] * (run < len(problem.runs) - 1)
         ends_on_rank = [end for end in ends if end[0] in self.chunks]
         bare = [chunk for chunk in self.chunks if chunk not in {chunk for chunk, _ in ends_on_rank}]
-        fixed = [*ends_on_rank, *((chunk, run) for chunk in bare)]
         self.least = len(bare)
         self.runs = problem.runs_on(rank)
-        runs = [self.runs[index] for index in {run, *(index for _, index in ends_on_rank)}]
-        floor = max(min(choice.costs.peak_bytes for choice in entry.choices) for entry in runs)
-        peaks = {choice.costs.peak_bytes for entry in runs for choice in entry.choices}
-        levels = sorted(peak for peak in peaks if peak >= floor) if math.isfinite(self.limit) else [math.inf]
-        self.options: list[dict[tuple[int, int], Options]] = []
-        fronts = []
-        for level in levels:
-            options = {slot: self._options(slot, level, held) for slot in {*fixed, (self.spare, run)}}
-            if self.options and all(
-                np.array_equal(options[slot][2], before[2]) for slot, before in self.options[-1].items()
-            ):
-                continue
-            room = self.limit * (1 + ROUNDING) - level if math.isfinite(self.limit) else math.inf
-            front = Front(np.zeros(1), np.zeros(1), room) if room >= 0 else Front(np.zeros(0), np.zeros(0), room)
-            for slot in fixed:
-                front = front.with_unit(slot, options[slot])
-            self.options.append(options)
-            fronts.append(front)
-        self.rows = [fronts]
+        self.spare_slot = (spare, run)
+        #: The units in the order in which they are placed, of which ``least`` are of the long run.
+        self.slots = [*ends_on_rank, *((chunk, run) for chunk in bare)]
+        self.levels = peak_levels(
+            self.runs, [*self.slots, self.spare_slot], weights, held=held, limit=problem.memory[rank]
+        )
+        #: By level, the least seconds and the front of ``least`` units and of more, as far as they have been asked for.
+        self.least_seconds = [[level.least_seconds(self.slots)] for level in self.levels]
+        self.fronts: list[list[Front]] = [[] for _ in self.levels]
+        self.loads: dict[int, float] = {}
 
-    def _options(self, slot: tuple[int, int], level: float, held: Sequence[float]) -> Options:
-        chunk, run = slot
-        choices = self.runs[run].choices
-        bounded = math.isfinite(self.limit)
-        return options_of(choices, self.seconds, peak=level, held=held[chunk], bounded=bounded)
+    def _front(self, place: int, units: int) -> Front:
+        """The front of ``units`` units at one of ``levels``."""
+        level, fronts = self.levels[place], self.fronts[place]
+        if not fronts:
+            fronts.append(level.front(self.slots))
+        while len(fronts) <= units - self.least:
+            fronts.append(level.after(fronts[-1], self.spare_slot))
+        return fronts[units - self.least]
 
-    def fronts(self, units: int) -> list[Front]:
-        """The fronts, one for each level of peaks, of ``units`` units (at least ``least``)."""
-        slot = (self.spare, self.run)
-        while len(self.rows) <= units - self.least:
-            self.rows.append(
-                [front.with_unit(slot, options[slot]) for front, options in zip(self.rows[-1], self.options)]
-            )
-        return self.rows[units - self.least]
+    def _least_seconds(self, place: int, units: int) -> float:
+        """Seconds of ``units`` units at one of ``levels``, whatever their bytes."""
+        least = self.least_seconds[place]
+        while len(least) <= units - self.least:
+            least.append(self.levels[place].longer(least[-1], self.spare_slot))
+        return least[units - self.least]
 
     def load(self, units: int) -> float:
         """Lower bound of the rank's load with ``units`` units, in seconds; infinite if they do not fit in memory."""
-        loads = (float(front.seconds[0]) - front.lost for front in self.fronts(units) if len(front.seconds))
-        return min(loads, default=math.inf) + self.received
+        if units not in self.loads:
+            load = math.inf
+            for place in reversed(range(len(self.levels))):
+                if self._least_seconds(place, units) < load:
+                    front = self._front(place, units)
+                    load = min([load, *(front.seconds[:1] - front.lost).tolist()])
+            self.loads[units] = load + self.received
+        return self.loads[units]
 
     def assigned(self, units: int) -> list[tuple[int, int, int]]:
         """The (chunk, run, choice) of every unit in the fastest placement of ``units`` units."""
-        fronts = [front for front in self.fronts(units) if len(front.seconds)]
-        return min(fronts, key=lambda front: float(front.seconds[0])).units()
+        best: Front | None = None
+        for place in reversed(range(len(self.levels))):
+            if best is None or self._least_seconds(place, units) <= best.seconds[0]:
+                front = self._front(place, units)
+                if len(front.seconds) and (best is None or front.seconds[0] <= best.seconds[0]):
+                    best = front
+        assert best is not None  # the load of so many units is finite
+        return best.units()
 
     def spread(self, units: int) -> list[tuple[int, int, int]]:
         """The same with the units of the long run spread over the rank's chunks, each onto the least loaded one."""

@@ -6,61 +6,23 @@ The search calls both for every mesh shape that it might explore, so neither sol
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cost_models.schedules import SCHEDULES
-from planner.pipeline_ilp.crossings import least_crossing, received_by_all
+from planner.pipeline_ilp.average_bounds import Array, TimeBounds, average_bounds, chain_figures
+from planner.pipeline_ilp.crossings import least_crossing
 from planner.pipeline_ilp.memory_shortfall import memory_shortfall
-from planner.pipeline_ilp.stage_problem import WAITS, StageProblem, folded
+from planner.pipeline_ilp.stage_problem import StageProblem, folded
 from planner.pipeline_ilp.stage_program import in_rounds
 
 __all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_bounds"]
 
-Array = NDArray[np.float64]
-
 #: Relative precision of bisections.
 _PRECISION = 1e-7
 _EXTREMES = np.maximum, np.minimum
-_NOTHING = np.zeros(0)
-
-
-@dataclass(frozen=True)
-class TimeBounds:
-    """Proved lower bounds, in seconds.
-
-    Attributes:
-        load: of the largest load of a rank for one micro-batch.
-        terms: pairs (times, rest): the whole step is at least times · (any bound of the largest load) + rest.
-        whole: with rounds, a second bound from units being whole: (micro-batches, rest, (loads, fills)). For some pair
-            of these the step is at least micro-batches · max(load, any bound of the largest load) + fill + rest.
-    """
-
-    load: float
-    terms: tuple[tuple[float, float], ...]
-    whole: tuple[float, float, tuple[Array, Array]] = (0.0, 0.0, (_NOTHING, _NOTHING))
-
-    @property
-    def step(self) -> float:
-        """Lower bound of the whole step."""
-        return self.step_with(self.load)
-
-    def step_with(self, load: float) -> float:
-        """Lower bound of the whole step, if the largest load is at least ``load``."""
-        least = max(times * load + rest for times, rest in self.terms)
-        times, rest, (loads, fills) = self.whole
-        if not len(loads):
-            return max(least, rest)
-        return max(least, float((times * np.maximum(load, loads) + fills).min()) + rest)
-
-    def load_within(self, step: float) -> float:
-        """The largest load that is possible in a step of ``step`` seconds."""
-        return min(((step - rest) / times for times, rest in self.terms if times > 0), default=math.inf)
 
 
 def lower_bound(problem: StageProblem) -> float:
@@ -68,33 +30,22 @@ def lower_bound(problem: StageProblem) -> float:
     return time_bounds(folded(problem)).step
 
 
-def time_bounds(problem: StageProblem) -> TimeBounds:
+def time_bounds(problem: StageProblem, average: TimeBounds | None = None) -> TimeBounds:
     """Bounds from averages over ranks, and from units being whole; of a ``folded`` problem.
 
-    Let fixed weights of the figures never exceed the step; then the sum over units of the cheapest weighted choice is a
-    bound. Such weights exist since a largest value (load, tail) is at least the mean over ranks. Several weightings are
-    tried (``_weightings``).
+    Args:
+        average: its ``average_bounds``, if they are there already.
     """
-    counts = np.array([run.count for run in problem.runs], dtype=float)
-    starts = np.cumsum([0, *(len(run.choices) for run in problem.runs[:-1])])
-    figures = _figures(problem)
-    received = received_by_all(problem)
-    cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
-    mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
-    load = max(mean, bottleneck(problem, cheapest.tolist()))
-    updated = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
-    whole = 0.0, 0.0, (_NOTHING, _NOTHING)
-    if in_rounds(problem):
-        crossing = least_crossing(problem)
-        load = max(load, shortest_rounds(problem, cheapest.tolist(), crossing))
-        whole = float(problem.num_microbatches), updated, _filled_rounds(problem, cheapest.tolist(), crossing)
-    bases, weightings, first = zip(*_weightings(problem, figures))
-    weights = np.array(weightings)
-    totals = np.minimum.reduceat(weights @ figures, starts, axis=1) @ counts + weights[:, :2] @ received
-    reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices)
-    terms = zip(bases, (totals + np.where(first, reduction, 0.0)).tolist())
-    # filling and draining take no less than nothing
-    return TimeBounds(load, (*terms, (float(problem.num_microbatches), updated)), whole)
+    units = chain_figures(problem)
+    average = average_bounds(problem, units) if average is None else average
+    cheapest = units.cheapest.tolist()
+    load = max(average.load, bottleneck(problem, cheapest))
+    if not in_rounds(problem):
+        return replace(average, load=load)
+    crossing = least_crossing(problem)
+    load = max(load, shortest_rounds(problem, cheapest, crossing))
+    whole = float(problem.num_microbatches), units.updated, _filled_rounds(problem, cheapest, crossing)
+    return replace(average, load=load, whole=whole)
 
 
 def _filled_rounds(
@@ -117,50 +68,6 @@ def _filled_rounds(
     received = (p - 1) * sum(crossing) - max(crossing)
     loads: Array = units * cost + (v - 1) * sum(crossing)
     return loads, most * cost + received
-
-
-def _figures(problem: StageProblem) -> Array:
-    """One column for each choice of each run (``UnitRun.figures``); nothing waits where backward passes are split."""
-    figures = np.concatenate([run.figures for run in problem.runs]).T
-    if SCHEDULES[problem.schedule].splits_backward:
-        figures[WAITS] = 0.0
-    return figures
-
-
-def _weightings(problem: StageProblem, figures: Array) -> list[tuple[float, tuple[float, ...], bool]]:
-    """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
-
-    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
-    for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for the first layer's reduction, for what the last backward
-    waits, or for that and the mean over ranks of what is not hidden, in which each second of the last backward
-    hides at most 1/p + (p-1)/(p·v).
-    """
-    p, v, m = problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches
-    schedule = SCHEDULES[problem.schedule]
-    fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
-    times = float(m)
-    if schedule.splits_backward:
-        for row in schedule.fills:
-            forward, backward, weight = ((p - 1) / p * value for value in row)
-            fills.append((forward, backward, weight - backward))
-    else:
-        divisor = v if schedule.divided else 1
-        times = m - 1 / divisor
-        fills = [(1 / divisor, 1 / divisor, 0.0)]
-    tails = [(0.0, 0.0, 0.0)]  # (seconds that one of backward hides, of communication, of waiting)
-    if figures[5].any():
-        tails.append((0.0, 0.0, 1.0))
-    if (figures[3] - figures[5] > figures[1]).any():
-        hides = 1 / p + (p - 1) / (p * v)
-        tails.append((hides, 1 / p, 1.0 - hides))
-    weightings: list[tuple[float, tuple[float, ...], bool]] = []
-    for (forward, backward, weight), mean, (hides, sent, waits) in itertools.product(fills, (True, False), tails):
-        share = times / p if mean else 0.0
-        forward, backward = forward + share, backward + share - hides
-        if forward >= 0 and backward >= 0:
-            weights = (forward, backward, weight, sent, 1 / p, waits)
-            weightings.append((0.0 if mean else times, weights, not (sent or waits)))
-    return weightings
 
 
 def bottleneck(problem: StageProblem, seconds: Sequence[float]) -> float:
@@ -278,17 +185,18 @@ def _units(end: Array) -> tuple[int, int]:
     return int(end[1]), int(end[2])
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4096)
 def _end_rounds(ranks: int, count: int, cost: float, end: float) -> Array:
     """Possible (seconds of the longest chunk, units beside the model's end, units of each other chunk) of a round, a
     row each."""
-    rounds = set()
-    for units in range(-(-count // (ranks - 1)) + 1 + max(0, math.ceil(end / cost))):
-        if units * cost >= end:
-            rounds.add((units * cost, math.floor((units * cost - end) / cost + 1e-9), units))
-        if end + units * cost >= 0:
-            rounds.add((end + units * cost, units, math.floor((end + units * cost) / cost + 1e-9)))
-    return np.array(sorted(rounds), dtype=float).reshape(-1, 3)
+    units = np.arange(-(-count // (ranks - 1)) + 1 + max(0, math.ceil(end / cost)), dtype=np.float64)
+    seconds = units * cost
+    holds, ends = seconds >= end, end + seconds >= 0
+    others = np.stack((seconds, np.floor((seconds - end) / cost + 1e-9), units), axis=1)[holds]
+    longest = np.stack((end + seconds, units, np.floor((end + seconds) / cost + 1e-9)), axis=1)[ends]
+    rows = np.concatenate((others, longest))
+    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+    return rows[np.append(True, (rows[1:] != rows[:-1]).any(axis=1))[: len(rows)]]
 
 
 def _stages(runs: Sequence[tuple[int, float]], limit: float, num_stages: int) -> bool:

@@ -11,7 +11,7 @@ from planner.sharding_ilp.conversion_tree import cheapest_tree
 from planner.sharding_ilp.lattice import Arc, Lattice, Lattices
 from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_problem import Problem, ValueStream
-from planner.sharding_ilp.sharding_program import ShardingIlp, is_free, stream_lattice
+from planner.sharding_ilp.sharding_program import LatticeRequest, ShardingIlp, is_free, stream_lattice
 from planner.sharding_ilp.shared_rows import share_rows
 
 PHASES = ("forward", "backward")
@@ -79,10 +79,11 @@ def complete(
     lattices: Lattices,
     *,
     allowed: Mapping[str, set[Step]] | None = None,
+    requests: Mapping[str, LatticeRequest] | None = None,
 ) -> Assignment | None:
     """Add the cheapest conversions to a choice of options (of ``allowed`` steps only, where it names a stream).
 
-    Siblings share what they gather alike.
+    Siblings share what they gather alike. ``requests``: what streams ask of their lattices (``ShardingIlp``).
 
     None if some conversion is not possible.
     """
@@ -95,7 +96,8 @@ def complete(
     seconds, memory = 0.0, 0.0
     for name, stream in problem.streams.items():
         steps = allowed.get(name) if allowed is not None else None
-        tree = stream_tree(problem, stream, chosen, lattices, allowed=steps)
+        request = None if requests is None else requests.get(name)
+        tree = stream_tree(problem, stream, chosen, lattices, request=request, allowed=steps)
         if tree is None:
             return None
         trees[name] = tree
@@ -119,14 +121,15 @@ def stream_tree(
     chosen: Mapping[str, Option],
     lattices: Lattices,
     *,
+    request: LatticeRequest | None = None,
     allowed: set[Step] | None = None,
 ) -> tuple[Conversion, ...] | None:
-    """The cheapest conversions of one stream, steps nearer the root first."""
+    """The cheapest conversions of one stream, steps nearer the root first; ``request``: what it asks of its lattice."""
     root = chosen[stream.source].outputs[stream.output]
     needs = _needs(stream, chosen)
     if all(need == root for need in needs):
         return ()
-    lattice = stream_lattice(problem, stream, lattices, detours=True)
+    lattice = stream_lattice(problem, stream, lattices, request=request, detours=True)
     first = lattice.index[root]
     ends = sorted({lattice.index[need] for need in needs} - {first})
     users = tuple(frozenset(i for i, need in enumerate(needs) if lattice.index[need] == end) for end in ends)
@@ -135,9 +138,10 @@ def stream_tree(
         lattice = replace(lattice, arcs=tuple(arc for arc in lattice.arcs if arc.step in allowed))
         return _tree(lattice, first, ends, _Counts(parts, users))
     key = (id(lattice), first, users, *ends, *parts)
-    if key not in lattices.trees:
-        lattices.trees[key] = lattice, _tree(lattice, first, ends, _Counts(parts, users))
-    return lattices.trees[key][1]
+    trees = lattices.pool.trees
+    if key not in trees:
+        trees[key] = lattice, _tree(lattice, first, ends, _Counts(parts, users))
+    return trees[key][1]
 
 
 def _tree(lattice: Lattice, root: int, ends: Sequence[int], counts: _Counts) -> tuple[Conversion, ...] | None:

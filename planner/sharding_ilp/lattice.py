@@ -101,6 +101,11 @@ class _Arcs:
     forward: list[float]
     backward: list[float]
 
+    @functools.cached_property
+    def key(self) -> tuple[object, ...]:
+        """The steps and their seconds, to tell others by that are the same."""
+        return self.table, tuple(self.forward), tuple(self.backward)
+
     @property
     def seconds(self) -> list[float]:
         """Of all steps, forward and backward together."""
@@ -146,6 +151,56 @@ class _Ways:
     def before(self) -> np.ndarray:
         return self.distances[1]
 
+    def between(self, ends: Sequence[Placement], arcs: _Arcs) -> tuple[Placement, ...]:
+        """Placements that the cheapest ways between ``ends`` pass and no end has (``arcs``: the steps between ends)."""
+        if not self.placements:
+            return ()
+        places = [self.index[end] for end in ends]
+        if not (self.arcs.least(places)[:, places] < arcs.least(range(len(ends))) * (1 - CHEAPER / 2)).any():
+            return ()
+        direct, _ = distances(len(ends), arcs)
+        cheaper = self.seconds[places][:, places] < direct * (1 - CHEAPER)
+        passed: set[int] = set()
+        for source, target in zip(*cheaper.nonzero()):
+            first, node = places[source], int(self.before[places[source], places[target]])
+            while node != first:
+                passed.add(node)
+                node = int(self.before[first, node])
+        return tuple(self.placements[node] for node in sorted(passed - set(places)))
+
+
+class LatticePool:
+    """Lattices, and the cheapest ways between placements, by the prices of their steps.
+
+    Values of other cuts whose parts have as many bytes often have the same.
+
+    Attributes:
+        ways: by the prices of all steps.
+        between: placements between ends, by the prices of the steps of both.
+        trees: cheapest trees of conversions, by all that they depend on (``planner.sharding_ilp.assignment``); the
+            lattice, which is named by its id there, is kept beside them.
+    """
+
+    def __init__(self) -> None:
+        self._lattices: dict[tuple[object, ...], tuple[Lattice, Lattice]] = {}
+        self.ways: dict[tuple[object, ...], _Ways] = {}
+        self.between: dict[tuple[object, ...], tuple[Placement, ...]] = {}
+        self.trees: dict[tuple[object, ...], tuple[Lattice, tuple[Conversion, ...] | None]] = {}
+
+    def lattices(
+        self, placements: tuple[Placement, ...], arcs: _Arcs, copies: Sequence[int]
+    ) -> tuple[Lattice, Lattice]:
+        """The lattice of these steps, with detours and without; ``copies``: bytes that a step to each placement leaves
+        behind."""
+        key = (*arcs.key, tuple(copies))
+        if key not in self._lattices:
+            index = {placement: position for position, placement in enumerate(placements)}
+            possible = _possible(arcs, copies)
+            self._lattices[key] = (
+                Lattice(placements, index, possible), Lattice(placements, index, _without_detours(possible))
+            )  # fmt: skip
+        return self._lattices[key]
+
 
 class Lattices:
     """Makes lattices, one for all values of the same shape, dtype and types.
@@ -154,14 +209,14 @@ class Lattices:
     them passes (a tree to three or more might pass others). Steps that would take infinite seconds are left out.
     """
 
-    def __init__(self, pricing: Pricing, forbidden: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, pricing: Pricing, forbidden: frozenset[str] = frozenset(), *, pool: LatticePool | None = None
+    ) -> None:
         self.pricing = pricing
         self.forbidden = forbidden
+        self.pool = LatticePool() if pool is None else pool
         self._cache: dict[tuple[object, ...], Lattice] = {}
         self._ways: dict[tuple[object, ...], _Ways] = {}
-        #: Cheapest trees of conversions, by all that they depend on (``planner.sharding_ilp.assignment``); the lattice,
-        #: which is named by its id there, is kept beside them.
-        self.trees: dict[tuple[object, ...], tuple[Lattice, tuple[Conversion, ...] | None]] = {}
 
     def of(
         self,
@@ -191,10 +246,8 @@ class Lattices:
             if between:
                 arcs = self._arcs(value, (*ends, *between), live=live)
             placements = (*ends, *between)
-            index = {placement: position for position, placement in enumerate(placements)}
-            possible = self._possible(value, placements, arcs, saved=saved)
-            cache[*key, True] = Lattice(placements, index, possible)
-            cache[*key, False] = Lattice(placements, index, _without_detours(possible))
+            copies = [self.pricing.local_bytes(value, where) if saved else 0 for where in placements]
+            cache[*key, True], cache[*key, False] = self.pool.lattices(placements, arcs, copies)
         return cache[*key, detours]
 
     def _between(
@@ -218,20 +271,10 @@ class Lattices:
         paths = self._ways.get((kind, closed))
         if paths is None:
             paths = self._ways[kind, closed] = self._all_ways(value, closed, live=live)
-        if not paths.placements:
-            return ()
-        places = [paths.index[end] for end in ends]
-        if not (paths.arcs.least(places)[:, places] < arcs.least(range(len(ends))) * (1 - CHEAPER / 2)).any():
-            return ()
-        direct, _ = distances(len(ends), arcs)
-        cheaper = paths.seconds[places][:, places] < direct * (1 - CHEAPER)
-        passed: set[int] = set()
-        for source, target in zip(*cheaper.nonzero()):
-            first, node = places[source], int(paths.before[places[source], places[target]])
-            while node != first:
-                passed.add(node)
-                node = int(paths.before[first, node])
-        return tuple(paths.placements[node] for node in sorted(passed - set(places)))
+        key = (*arcs.key, *paths.arcs.key)
+        if key not in self.pool.between:
+            self.pool.between[key] = paths.between(ends, arcs)
+        return self.pool.between[key]
 
     def _all_ways(self, value: Value, closed: tuple[tuple[SpmdType, ...], ...], *, live: bool) -> _Ways:
         """The cheapest ways between all placements with the types of ``closed``, any type where it has none."""
@@ -241,7 +284,10 @@ class Lattices:
         if len(placements) > MAX_PLACEMENTS:
             placements = ()
         arcs = self._arcs(value, placements, live=live)
-        return _Ways(placements, {where: place for place, where in enumerate(placements)}, arcs)
+        if arcs.key not in self.pool.ways:
+            index = {where: place for place, where in enumerate(placements)}
+            self.pool.ways[arcs.key] = _Ways(placements, index, arcs)
+        return self.pool.ways[arcs.key]
 
     def _arcs(self, value: Value, placements: tuple[Placement, ...], *, live: bool) -> _Arcs:
         mesh = self.pricing.mesh
@@ -259,21 +305,19 @@ class Lattices:
                     forward[place] = math.inf
         return _Arcs(table, forward, backward)
 
-    def _possible(
-        self, value: Value, placements: tuple[Placement, ...], arcs: _Arcs, *, saved: bool
-    ) -> tuple[Arc, ...]:
-        """The arcs of finite seconds, with the bytes of the copies that they leave behind (``Pricing.step_memory``)."""
-        copies = [self.pricing.local_bytes(value, where) if saved else 0 for where in placements]
-        steps = zip(arcs.table.ends, arcs.table.steps, arcs.forward, arcs.backward, arcs.table.forward)
-        return tuple(
-            Arc(source, target, step, forward, backward, copies[target] if collective else 0)
-            for (source, target), step, forward, backward, collective in steps
-            if forward + backward < math.inf
-        )
-
     def _is_forbidden(self, step: Step, value: Value, live: bool) -> bool:
         forward, backward = step.collectives
         return forward in self.forbidden or (live and value.requires_grad and backward in self.forbidden)
+
+
+def _possible(arcs: _Arcs, copies: Sequence[int]) -> tuple[Arc, ...]:
+    """The arcs of finite seconds, with the bytes of the copies that they leave behind (``Pricing.step_memory``)."""
+    steps = zip(arcs.table.ends, arcs.table.steps, arcs.forward, arcs.backward, arcs.table.forward)
+    return tuple(
+        Arc(source, target, step, forward, backward, copies[target] if collective else 0)
+        for (source, target), step, forward, backward, collective in steps
+        if forward + backward < math.inf
+    )
 
 
 def distances(count: int, arcs: _Arcs) -> tuple[np.ndarray, np.ndarray]:

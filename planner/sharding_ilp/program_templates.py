@@ -56,7 +56,8 @@ class ProgramTemplates:
         forms = tuple(self._numbers(by_stream))
         template = structure.programs.get(forms)
         if template is None:
-            template = structure.programs[forms] = build_ilp(problem, lattices, memory_limit=None)
+            template = build_ilp(problem, lattices, memory_limit=None, requests=structure.requests)
+            structure.programs[forms] = template
             return template
         return _with_prices(template, problem, by_stream)
 

@@ -36,7 +36,7 @@ integral by itself; w is integer because trees with three or more ends are not a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.ir.graph import Value
@@ -73,6 +73,8 @@ class ShardingIlp:
     lattices: dict[str, Lattice] = field(default_factory=dict)
     sharings: dict[str, list[Sharing]] = field(default_factory=dict)
     memory_terms: list[tuple[int, float]] = field(default_factory=list)
+    #: What streams ask of their lattices, where that has been worked out.
+    requests: Mapping[str, LatticeRequest] = field(default_factory=dict)
 
     def arcs(self, stream: str) -> list[list[int]]:
         """Of each arc of a stream's lattice, the columns that say whether it is used; none if it costs nothing."""
@@ -84,10 +86,18 @@ class ShardingIlp:
 
 
 def build_ilp(
-    problem: Problem, lattices: Lattices, *, memory_limit: float | None, minimise_memory: bool = False
+    problem: Problem,
+    lattices: Lattices,
+    *,
+    memory_limit: float | None,
+    minimise_memory: bool = False,
+    requests: Mapping[str, LatticeRequest] | None = None,
 ) -> ShardingIlp:
-    """The program of ``problem``; with ``minimise_memory`` bytes are the objective and seconds do not matter."""
-    ilp = ShardingIlp(problem)
+    """The program of ``problem``; with ``minimise_memory`` bytes are the objective and seconds do not matter.
+
+    ``requests``: what its streams ask of their lattices, if that is there already.
+    """
+    ilp = ShardingIlp(problem, requests=requests or {})
     for name in problem.elements:
         add_choice(ilp, name)
     add_shared_rows(problem, ilp.program, ilp.x)
@@ -135,9 +145,16 @@ def is_free(problem: Problem, stream: ValueStream) -> bool:
     return all(whole) or (any(whole) and problem.elements[stream.source].follows)
 
 
-def stream_lattice(problem: Problem, stream: ValueStream, lattices: Lattices, *, detours: bool = False) -> Lattice:
-    """The lattice of a stream, over the types that its source gives and its uses need."""
-    return lattice_request(problem, stream).lattice(stream.value, lattices, detours=detours)
+def stream_lattice(
+    problem: Problem,
+    stream: ValueStream,
+    lattices: Lattices,
+    *,
+    request: LatticeRequest | None = None,
+    detours: bool = False,
+) -> Lattice:
+    """The lattice of a stream, over the types that its source gives and its uses need; ``request``: its own."""
+    return (request or lattice_request(problem, stream)).lattice(stream.value, lattices, detours=detours)
 
 
 def _stays(types: Collection[SpmdType]) -> bool:
@@ -185,17 +202,19 @@ class StreamParts:
     groups: list[tuple[tuple[int, ...], int, int]]
 
 
-def stream_parts(problem: Problem, stream: ValueStream, lattices: Lattices) -> StreamParts:
-    """Compute the parts of ``stream``."""
+def stream_parts(
+    problem: Problem, stream: ValueStream, lattices: Lattices, *, request: LatticeRequest | None = None
+) -> StreamParts:
+    """Compute the parts of ``stream``; ``request``: what it asks of its lattice."""
     needs = _needs(problem, stream)
     groups = _groups(problem, stream, needs)
     representatives = [(stream.uses[use], needs[use]) for use in groups.representatives]
-    return StreamParts(stream_lattice(problem, stream, lattices), representatives, groups.parts)
+    return StreamParts(stream_lattice(problem, stream, lattices, request=request), representatives, groups.parts)
 
 
 def add_stream(ilp: ShardingIlp, name: str, stream: ValueStream, lattices: Lattices) -> None:
     """Flows of all uses of a stream, shared by group."""
-    parts = stream_parts(ilp.problem, stream, lattices)
+    parts = stream_parts(ilp.problem, stream, lattices, request=ilp.requests.get(name))
     lattice = ilp.lattices[name] = parts.lattice
     roots = ilp.problem.produced(stream)
     source = [(lattice.index[where], column) for where, column in zip(roots, ilp.x[stream.source])]

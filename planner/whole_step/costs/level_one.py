@@ -10,7 +10,7 @@ from cost_models import Cluster
 from cost_models.cost_model import BestPlacedCostModel
 from cost_models.hardware import placement
 from cost_models.routes import Span, route
-from planner.sharding_ilp.lattice import Lattice
+from planner.sharding_ilp.lattice import Lattice, LatticePool
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.least_units import least_of_units
@@ -100,6 +100,8 @@ class LevelOne:
     _of_states: dict[tuple[object, ...], dict[tuple[object, ...], Lattice]] = field(default_factory=dict)
     #: Seconds of operators on the cluster's devices, which are the same on all layouts.
     _computed: ComputeTable = field(default_factory=dict)
+    #: Lattices of values whose steps cost the same, whatever the cut.
+    _pool: LatticePool = field(default_factory=LatticePool)
     _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
     #: Routes of axes, numbered: axes on equal routes are priced alike, however far apart their devices are.
     _routes: dict[tuple[Span, ...], int] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class LevelOne:
     def without_experts(self) -> LevelOne:
         """The same at no cost for all that an axis of experts divides otherwise than a data axis."""
         space = replace(self.space, without_experts=True)
-        return LevelOne(self.cluster, space, self.step_units, _of_states=self._of_states)
+        return LevelOne(self.cluster, space, self.step_units, _of_states=self._of_states, _pool=self._pool)
 
     @property
     def num_programs(self) -> int:
@@ -245,7 +247,7 @@ class LevelOne:
         if key not in self._beside:
             spread = MeshLayout(1, self.cluster.num_devices // cut.context // tensor, cut.context, tensor)
             prices = batch_prices(self.links_on(spread), mixes=True)
-            variant = Shardings(self.space, cut, prices, along=along.variant, computed=self._computed).variant()
+            variant = self._shardings_of(cut, prices, along=along.variant).variant()
             self.solved += 1
             self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.step_units, variant).between
         return self._beside[key]
@@ -260,7 +262,20 @@ class LevelOne:
             if sharded is None:
                 return None
             along = sharded.variant
-        return Shardings(self.space, cut, prices, along=along, of_states=of_states, computed=self._computed)
+        return self._shardings_of(cut, prices, along=along, of_states=of_states)
+
+    def _shardings_of(
+        self,
+        cut: Cut,
+        prices: BatchPrices,
+        *,
+        along: Variant | None,
+        of_states: dict[tuple[object, ...], Lattice] | None = None,
+    ) -> Shardings:
+        """The program of ``cut``, which shares what other cuts have worked out of the cluster's prices."""
+        return Shardings(
+            self.space, cut, prices, along=along, of_states=of_states, computed=self._computed, pool=self._pool
+        )
 
     def _along(self, cut: Cut) -> Sharded | None:
         """What the context axis of ``cut`` does alone."""

@@ -25,7 +25,7 @@ from passes.rules.expert_rules import exchange_label, is_experts, num_experts
 from planner.sharding_ilp.assignment import Assignment, complete, read_choices
 from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.sharding_ilp.constraints import Demands as Pins
-from planner.sharding_ilp.lattice import Lattice, Lattices
+from planner.sharding_ilp.lattice import Lattice, LatticePool, Lattices
 from planner.sharding_ilp.options import Labels, OperatorChoices, operator_options
 from planner.sharding_ilp.program_templates import ProgramTemplates
 from planner.sharding_ilp.sharding_problem import Problem, build_structure
@@ -214,6 +214,7 @@ class Shardings:
         along: with both axes, what the context axis does alone: it is kept.
         of_states: lattices of parameters that other cuts have made (``StepPricing``).
         computed: seconds of operators that other cuts have asked these devices for.
+        pool: lattices of other cuts.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class Shardings:
         along: Variant | None = None,
         of_states: dict[tuple[object, ...], Lattice] | None = None,
         computed: ComputeTable | None = None,
+        pool: LatticePool | None = None,
     ) -> None:
         self.cut, self.along, self.solver, self.templates = cut, along, space.solver, space.templates
         fixed = {name: _on_sample_axes(space, cut, name, label) for name, label in space.followed.labels.items()}
@@ -235,7 +237,7 @@ class Shardings:
             unpriced=space.unpriced, of_states=of_states, operators=space.operators, computed=computed,
         )  # fmt: skip
         self.problem = _problem(space, cut, self.pricing, fixed)
-        self.lattices = Lattices(self.pricing)
+        self.lattices = Lattices(self.pricing, pool=pool)
         self.divides = all(element.options for element in self.problem.elements.values())
 
     def variant(self, *, weight: float = 0.0) -> Variant | None:
@@ -399,7 +401,7 @@ def solved_sharding(ilp: ShardingIlp, lattices: Lattices, solver: str) -> Solved
     solution = _solution(ilp.program, solver)
     if solution.values is None:
         return None
-    assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices)
+    assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices, requests=ilp.requests)
     slack = 0.0 if solution.status == OPTIMAL else ilp.program.cost_of(solution.values) - solution.bound
     return None if assignment is None else SolvedSharding(ilp, assignment, slack)
 
