@@ -70,7 +70,8 @@ def test_boxes_have_the_optimum_and_its_bound(schedule: str) -> None:
             assert problem.num_microbatches == 1  # a load may be as long as the step
             continue
         assert above[0] <= best * (1 + 1e-9) <= above[1] * (1 + 2e-9)
-        tried, exact = tried + 1, exact + (above[0] >= best * (1 - 1e-4) and above[1] <= best * (1 + 1e-9))
+        if problem.num_ranks > 1:  # what a single chunk reduces late is no content of a rank
+            tried, exact = tried + 1, exact + (above[0] >= best * (1 - 1e-4) and above[1] <= best * (1 + 1e-9))
         assert below[1] > best * (1 - 1e-9)
     assert tried >= 8 and exact >= 0.5 * tried
 
