@@ -370,7 +370,7 @@ class Search(BoundedSearch):
         """Whether a lower price of bytes gave the same sharding."""
         lighter = [weight for weight in BYTE_WEIGHTS if weight < entry.weight]
         before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
-        return before is not None and before.seconds == sharded.seconds and before.figures == sharded.figures
+        return before is not None and before.is_same(sharded)
 
     def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.sharded is not None

@@ -69,6 +69,13 @@ class Sharded:
         """Of every unit, in model order."""
         return unit_figures(self.space, self.step_units, self.variant)
 
+    def is_same(self, other: Sharded) -> bool:
+        """Whether every unit costs the same under another sharding of the same cut; equal assignments tell sooner."""
+        if self.seconds != other.seconds:
+            return False
+        one, two = self.variant, other.variant
+        return (one.assignment == two.assignment and one.along is two.along) or self.figures == other.figures
+
     @functools.cached_property
     def by_phase(self) -> PhaseSeconds:
         """Seconds of one micro-batch in all units, by phase."""

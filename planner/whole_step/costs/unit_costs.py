@@ -29,7 +29,7 @@ from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
 from planner.whole_step.costs.step_prices import EXPERT, weight_share
 from planner.whole_step.costs.stream_units import unit_of_stream
-from planner.whole_step.costs.unit_figures import Policy, UnitFigures, Weight, on_host
+from planner.whole_step.costs.unit_figures import BytesBeside, Policy, UnitFigures, Weight, on_host
 
 #: The policy of ``passes.autograd.recompute_policies`` on which each policy of the planner's own rests.
 _BASES = {"regather": "none", CHUNKED_LOSS: "none", ON_HOST: "none"}
@@ -264,18 +264,22 @@ class _FigureReader:
 
     def _policies(self, index: int) -> list[Policy]:
         way = self._as_captured(index)
-        copies = self._converted_copies(index, way)
-        policies = [self._policy(index, "none", way, copies)]
-        if copies:
-            policies.append(self._policy(index, "regather", way, copies))
-        policies.append(self._policy(index, "selective", way, copies))
-        policies.append(self._policy(index, "full", way, copies))
+        beside = self._bytes_beside(index, way)
+        policies = [self._policy(index, "none", way, beside)]
+        if beside.copies:
+            policies.append(self._policy(index, "regather", way, beside))
+        policies.append(self._policy(index, "selective", way, beside))
+        policies.append(self._policy(index, "full", way, beside))
         if self.step_units.offload and self.units[index].count > 1:
-            policies.append(self._policy(index, ON_HOST, way, copies))
+            policies.append(self._policy(index, ON_HOST, way, beside))
         chunked = self._with_chunked_loss(index)
         if chunked is not None:
-            policies.append(self._policy(index, CHUNKED_LOSS, chunked, self._converted_copies(index, chunked)))
+            policies.append(self._policy(index, CHUNKED_LOSS, chunked, self._bytes_beside(index, chunked)))
         return policies
+
+    def _bytes_beside(self, index: int, way: UnitVariant) -> BytesBeside:
+        copies = self._converted_copies(index, way)
+        return BytesBeside(copies, self._visiting_bytes(way), self._exchanged_bytes(way))
 
     def _as_captured(self, index: int) -> UnitVariant:
         unit = self.units[index]
@@ -307,8 +311,9 @@ class _FigureReader:
         index: int,
         name: str,
         way: UnitVariant,
-        copies: Mapping[tuple[str, Placement], tuple[float, float]],
+        beside: BytesBeside,
     ) -> Policy:
+        copies, visiting, exchanged = beside
         keep_copies = name in _KEEPS_COPIES
         base = _BASES.get(name, name)
         unit = self.units[index]
@@ -322,7 +327,6 @@ class _FigureReader:
         saved += sum(self._extra_bytes(extra) for extra in rule.extras)
         if keep_copies:
             saved += sum(num_bytes for num_bytes, _ in copies.values())
-        visiting, exchanged = self._visiting_bytes(way), self._exchanged_bytes(way)
         saved += visiting if base != "full" else 0.0
         options = [self.options[node] for node in rule.recomputed if node in self.options]
         compute = sum(option.compute[0] for option in options)

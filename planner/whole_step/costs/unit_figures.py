@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from passes.ir.types import Placement
 from passes.plan.step_plan import ON_HOST
 from passes.repeats.model_units import ModelUnit
 
@@ -35,6 +38,15 @@ class Policy:
     saved_bytes: float
     peak_bytes: float
     host_bytes: float = 0.0
+
+
+class BytesBeside(NamedTuple):
+    """What a unit holds under any policy beside the values that its operators give: converted copies, rows that visit
+    experts, and what products that exchange their rows hold."""
+
+    copies: Mapping[tuple[str, Placement], tuple[float, float]]
+    visiting: float
+    exchanged: float
 
 
 @dataclass(frozen=True)
