@@ -201,14 +201,8 @@ class _Maker:
             for slot, name in enumerate(run.carried_output):
                 carry = self.carried[number][slot]
                 self.walk(conversion_plans, self.key(name), name, self.root(name), carry, run.num_copies - 1)
-                self.walk(
-                    conversion_plans,
-                    self.key(run.carried[slot][0]),
-                    run.carried[slot][0],
-                    self.root(run.carried[slot][0]),
-                    carry,
-                    1,
-                )
+                entry = first.get(run.carried[slot][0], run.carried[slot][0])
+                self.walk(conversion_plans, self.key(entry), entry, self.root(entry), carry, 1)
         for path, name in self.graph.outputs.items():
             name = first.get(name, name)
             self.walk(conversion_plans, self.key(name), name, self.root(name), outputs[path], 1)

@@ -165,11 +165,18 @@ class Loop:
 
 
 def _all_needs(context: Context) -> Iterator[tuple[str, str, Placement]]:
-    """(user, value name, placement) of every use in the graph."""
+    """(user, value name, placement) of every use in the graph; of what enters a loop, the placement that it carries."""
+    entries = {
+        (user, names[0]): placement
+        for run, carry in context.runs
+        for names, placement in zip(run.carried, carry)
+        for user in run.copies[0]
+    }
     for node in context.graph.nodes:
         if not node.constant:
             for index, name in enumerate(node.inputs):
-                yield node.name, name, input_placement(context.choices[node.name][1], index)
+                used = input_placement(context.choices[node.name][1], index)
+                yield node.name, name, entries.get((node.name, name), used)
     for path, name in context.graph.outputs.items():
         planned = context.plan.outputs.get(path)
         if planned is not None:
