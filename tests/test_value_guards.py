@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from torch.nn import functional as F
 from passes.capture import CaptureError, capture, interpret
 from passes.capture.guard_values import first_difference
 from runtime.agreement.ranks_together import Ranks
-from runtime.execution.value_cases import MAX_CASES, ValueCases
+from runtime.execution.value_cases import MAX_CASES, ValueCases, apart
 from tests.capture_parity import assert_parity
 from tests.cells import cells
 from tests.ranks import run_on_ranks
-from tests.value_guards_worker import LENGTHS, OTHERS, READERS, TARGETS, Branches, Checked, X
+from tests.value_guards_worker import LENGTHS, OTHERS, READERS, TARGETS, Branches, Checked, Reader, X
 
 #: Readers and targets: how a reader's values are told to the ranks does not depend on its kind, so they take turns.
 READ = cells(
@@ -247,3 +248,41 @@ class FlagLayer(nn.Module):
 def test_a_flag_of_one_layer_is_not_that_of_the_layers_that_repeat_it() -> None:
     graph = capture(Deep(), args=(X,), copy_repeats=True)
     assert sum(node.op == "aten.tanh.default" for node in graph.nodes) == 2
+
+
+class GroupsByKind(Reader):
+    """Averages the runs of rows of one kind, which Python groups, as models that place images among text do."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        means, first = [], 0
+        for _, group in itertools.groupby(kinds.tolist(), key=bool):
+            size = len(list(group))
+            means.append(y[first : first + size].mean())
+            first += size
+        return torch.stack(means)
+
+
+def test_a_list_is_one_reading_however_long_it_is() -> None:
+    x, kinds = X.repeat(75, 1), torch.arange(600) // 200 % 2
+    guards = assert_parity(GroupsByKind(), args=(x, kinds)).guards
+    assert [reading.expected for reading in guards.readings] == [tuple(kinds.tolist())]
+    assert len(guards.steps) == 2  # the input and its list
+    assert first_difference(guards, {(1,): kinds.clone()}, {}) is None
+    assert first_difference(guards, {(1,): 1 - kinds}, {}) is not None
+
+
+class PicksPlaces(Reader):
+    """Reads pairs of row and column."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return torch.stack([y[row, column] for row, column in places.tolist()])
+
+
+def test_of_nested_lists_the_entry_that_differs_is_named() -> None:
+    places = torch.tensor([[0, 1], [2, 3], [1, 1]])
+    guards = assert_parity(PicksPlaces(), args=(X, places)).guards
+    other = places.clone()
+    other[1, 0] = 3
+    reading, value = first_difference(guards, {(1,): other}, {}) or (None, None)
+    assert reading is not None and apart(value, reading.expected) == "entry [1][0]: 3 instead of 2"
+    assert apart(True, False) == "True instead of False"

@@ -91,7 +91,7 @@ class FlatCall(nn.Module):
             OneDevice(self.device),
             watched,
             no_python_draws(),
-            answered_lists(watched.row_groups.sizes),
+            answered_lists(watched.listed),
             losses_of(self.model),
         ):
             if self.loss_fn is None:

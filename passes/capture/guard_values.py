@@ -48,6 +48,8 @@ class StepValues:
                 return torch.zeros(shape, dtype=dtype)
             case "item":
                 return self._value(step.args[0])[step.args[1]]
+            case "tolist":
+                return self._value(step.args[0]).tolist()
         kwargs = {name: self._value(argument) for name, argument in step.kwargs}
         return operator(step.op)(*map(self._value, step.args), **kwargs)
 

@@ -151,6 +151,19 @@ class ValueReads:
         words = _words_for(_aten.item.default, (tensor,))
         return None if unknown is None else CaptureError(f"{words}, which {unknown}: {_INSTEAD}")
 
+    def listed(self, tensor: torch.Tensor) -> list[Any] | None:
+        """What ``tensor.tolist()`` gives, read as a whole, if inputs, buffers and constants decide it; None for others.
+
+        Raises:
+            MissingValues: if the example has no values for it.
+        """
+        if tensor.numel() < 2 or not self.is_settled(tensor):
+            return None
+        self._asked = _words_for(_aten.item.default, (tensor,))
+        numbers = self._add(GuardStep("tolist", (self._step_of(tensor),)))
+        self._read(numbers)
+        return self._values.results[numbers.step]  # type: ignore[no-any-return]
+
     def is_settled(self, tensor: torch.Tensor) -> bool:
         """Whether inputs, buffers and constants decide what a tensor is, so that reading it is no error."""
         return self._subgraphs is not None and self._subgraphs.is_settled(tensor)

@@ -157,6 +157,11 @@ class WatchedForward(TorchFunctionMode):
             if function == "ctc_loss":
                 self.sizes_of_targets += sizes
 
+    def listed(self, tensor: torch.Tensor) -> list[Any] | None:
+        """What ``tensor.tolist()`` gives as a whole; None if it is read number by number."""
+        sizes = self.row_groups.sizes(tensor)
+        return self._reads.listed(tensor) if sizes is None else sizes
+
     def checked(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, which at run time is there only if every check comes out as it was traced."""
         for condition, expected, reason in self._reads.checks:

@@ -27,7 +27,8 @@ class GuardStep:
 
     Attributes:
         op: ``aten.sum.default``; ``input`` (of a path), ``buffer`` (of a name), ``literal`` (shape, dtype, bytes),
-            ``blank`` (shape, dtype: only these matter) and ``item`` (of several results, by number) are no operators.
+            ``blank`` (shape, dtype: only these matter), ``item`` (of several results, by number) and ``tolist`` (all
+            numbers of a tensor) are no operators.
         args, kwargs: with ``StepResult`` for tensors.
         writes: whether it changes an argument in place; of an input or buffer: whether a later step does.
     """
@@ -44,7 +45,7 @@ class GuardReading:
 
     Attributes:
         source: what was read.
-        expected: a number or flag; of a size that depends on values, the shapes of all results.
+        expected: a number or flag, or tuples of them; of a size that depends on values, the shapes of all results.
         place: module and line of code that read it.
     """
 

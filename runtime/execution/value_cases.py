@@ -15,6 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -180,7 +181,7 @@ class ValueCases:
         if difference is None:
             return None
         reading, value = difference
-        return f"in {reading.place}: {value} instead of {reading.expected}"
+        return f"in {reading.place}: {apart(value, reading.expected)}"
 
     def _agree(self, number: int | None, reason: str) -> None:
         answers = self._ranks.gathered((number, reason))
@@ -224,6 +225,18 @@ class ValueCases:
         if kind not in self._announced:
             self._announced.add(kind)
             warnings.warn(message, stacklevel=3)
+
+
+def apart(value: Any, expected: Any) -> str:
+    """Two readings that differ; of lists that are as long, the first entries that do."""
+    places = ""
+    while isinstance(value, tuple) and isinstance(expected, tuple) and len(value) == len(expected):
+        place = next((place for place, pair in enumerate(zip(value, expected)) if repr(pair[0]) != repr(pair[1])), None)
+        if place is None:
+            break
+        places += f"[{place}]"
+        value, expected = value[place], expected[place]
+    return f"{places and f'entry {places}: '}{value} instead of {expected}"
 
 
 def _listed(places: frozenset[str]) -> str:
