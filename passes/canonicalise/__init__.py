@@ -21,6 +21,7 @@ from passes.canonicalise.dense_experts import route_dense_experts
 from passes.canonicalise.elementwise_checks import check_each_element
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
+from passes.canonicalise.equal_pieces import batch_equal_pieces
 from passes.canonicalise.expanded_indices import index_whole_rows
 from passes.canonicalise.expert_branches import join_expert_branches
 from passes.canonicalise.expert_gates import join_expert_gates
@@ -113,6 +114,7 @@ def canonicalise(
     normalise_views(module)
     join_written_parts(module)
     unite_pieces(module)
+    batch_equal_pieces(module)
     unpack_lists_of_one(module)
     drop_tests_of_bounded_ids(module)
     drop_dead_code(module)
