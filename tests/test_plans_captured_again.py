@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import planner
 from passes.plan import Plan
@@ -32,5 +35,34 @@ def test_an_audit_captures_a_config_on_the_batch_that_it_was_planned_on(model: s
 
 
 def test_a_plan_that_was_loaded_is_saved_as_the_same_text() -> None:
-    text = _plan("tiny-llama", seq_len=16).to_json()
+    text = _plan("tiny-llama", seq_len=16, headroom=0).to_json()
     assert Plan.from_dict(json.loads(text)).to_json() == text
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class _Layers(nn.Module):
+    """Equal layers, whose last hands on to what keeps nothing for its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(_Layer() for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) + 1.0).mean()
+
+
+@pytest.mark.parametrize("options", [{"mesh": "dp=2"}, {"fix": {"dp": 2}}])
+def test_what_the_last_of_equal_layers_does_not_keep_is_not_counted(options: dict[str, Any]) -> None:
+    batch = {"x": torch.randn(4, 8)}
+    plan = planner.plan(_Layers(), "cpu-local:2", example_inputs=batch, loss_fn=lambda out, batch: out, **options)
+    assert plan.blocks
+    report = planner.audit(plan, _Layers(), loss_fn=lambda out, batch: out, prove_bound=False)
+    assert report.ok, report.table()
