@@ -58,6 +58,13 @@ def test_options_of_whole_steps_that_ask_for_nothing_go_with_any_mesh() -> None:
     assert planner.verify(seeded(TiedClassifier), "tp=1", batch=token_batch(batch=2), fix=None).ok
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_ranks_of_a_compiled_plan_run_in_one_process_uncompiled(recompute: str) -> None:
+    """Torch compiles no whole graph in a dispatch mode, which is what runs all ranks."""
+    options = {"compiled": True, "fix": {"recompute": recompute}}
+    assert planner.verify(seeded(TiedClassifier), "dp=2,tp=2", batch=token_batch(batch=4), **options).ok
+
+
 @pytest.mark.parametrize(
     ("name", "size"), [("hidden_size", -64), ("num_attention_heads", 0), ("vocab_size", 0), ("num_hidden_layers", -1)]
 )

@@ -11,6 +11,7 @@ from cost_models import Cluster
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from planner.planning import capture_for_planning
+from planner.whole_step.candidates import relaxations
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
 from tests.cells import cells
@@ -138,6 +139,17 @@ def test_memory_limit_is_named_if_it_is_what_is_missing() -> None:
     limit = int(message.partition("memory_limit=")[2].partition(" ")[0])
     assert limit > 1e5
     assert any_plan(graph, "cpu-local:2", WHOLE_SEQUENCES, memory_limit=1.01 * limit).step is not None
+
+
+def test_clusters_that_nobody_has_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    grown = relaxations._grown
+    monkeypatch.setattr(relaxations, "MOST_DEVICES", 64)
+    monkeypatch.setattr(
+        relaxations, "_grown", lambda cluster, times: tried.append(cluster.num_devices * times) or grown(cluster, times)
+    )
+    assert "no plan fits in memory" in why_not(graph_of("tiny-llama", seq_len=32), "dgx-h100:1", memory_limit=1e3)
+    assert tried == [16, 24, 32, 40, 48, 56, 64]  # once: there are no demands to drop
 
 
 CONTRADICTIONS = [

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster
 from passes.fuse import Fused
@@ -14,6 +14,10 @@ from passes.ir.errors import CaptureError
 from passes.ir.fingerprint import fingerprint
 from passes.ir.graph import Graph
 from passes.plan import Plan, TensorPlan
+from passes.plan.step_summary import seq_len_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,11 @@ def subject_of(
         ValueError: if the plan does not name its model and none is passed, or if the model is another.
         CaptureError: if the model cannot be captured.
     """
-    from planner.planning import capture_for_planning, config_of
+    from planner.planning import config_of
 
     model = _named_model(plan) if model is None else model
     try:
-        captured = capture_for_planning(
-            model,
-            example_inputs=_inputs_of(plan) if example_inputs is None else example_inputs,
-            loss_fn=loss_fn,
-            dtype=_float_dtype(plan.states),
-            training=plan.training,
-        )
+        captured = _captured(plan, model, example_inputs=example_inputs, loss_fn=loss_fn)
     except CaptureError as error:
         if loss_fn is not None:
             raise
@@ -73,6 +71,38 @@ def subject_of(
     graph = captured if fused is None else fused.graph
     on = cluster or Cluster.from_dict(plan.cluster)
     return AuditSubject(plan, captured, graph, fused, on, config_of(model))
+
+
+def _captured(
+    plan: Plan,
+    model: Any,
+    *,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
+    loss_fn: Callable[..., Any] | None,
+) -> Graph:
+    """The graph of ``model`` as it was planned: on a config's own batch where the plan's inputs are of that."""
+    from planner.planning import as_module, capture_for_planning
+
+    module = as_module(model, dtype=_float_dtype(plan.states))
+    inputs: dict[str, Any] = {"example_inputs": _inputs_of(plan) if example_inputs is None else example_inputs}
+    if example_inputs is None and _is_own_batch(plan, module):
+        inputs = {"batch_size": plan.step.global_batch, "seq_len": seq_len_of(plan)}
+    return capture_for_planning(module, loss_fn=loss_fn, training=plan.training, **inputs)
+
+
+def _is_own_batch(plan: Plan, module: torch.nn.Module) -> bool:
+    """Whether the plan's inputs are the tensors of a batch that is made up from the module's config.
+
+    Such a batch has more than tensors: flags, and numbers that the model's Python reads.
+    """
+    from planner.planning import example_inputs_of
+
+    try:
+        batch = example_inputs_of(module, batch_size=plan.step.global_batch, seq_len=seq_len_of(plan))
+    except ValueError:  # no config, or one whose task is not in the library
+        return False
+    shapes = {name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")}
+    return all(shapes.get(name) == value.shape for name, value in plan.inputs.items())
 
 
 def _named_model(plan: Plan) -> str:

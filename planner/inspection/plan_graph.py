@@ -40,9 +40,18 @@ def graph_of_plan(
         example_inputs=example_inputs,
         loss_fn=loss_fn,
         dtype=float_dtype(plan),
+        training=training_of(plan),
     ) as planned:
         check_model(plan, fingerprint(planned.graph))
         yield planned.graph
+
+
+def training_of(plan: Plan) -> bool | None:
+    """``training`` for capturing the plan's model again: a model with a loss is trained unless inference is asked for.
+
+    None rather than True, as plans of training seldom ask for it and the cache tells the two apart.
+    """
+    return None if plan.training else False
 
 
 def check_model(plan: Plan, model_fingerprint: str) -> None:

@@ -13,7 +13,7 @@ from passes.plan.parameter_dtype import float_dtype
 from passes.plan.step_summary import seq_len_of, stopped_by, tokens_per_sample
 from passes.plan.text_tables import format_change, format_seconds
 from planner.inspection.plan_difference import PlanDifference, difference
-from planner.inspection.plan_graph import check_model, graph_of_plan, library_model
+from planner.inspection.plan_graph import check_model, graph_of_plan, library_model, training_of
 
 if TYPE_CHECKING:
     from cost_models import Cluster
@@ -105,6 +105,7 @@ def why_not(
             example_inputs=example_inputs,
             loss_fn=loss_fn,
             dtype=float_dtype(plan),
+            training=training_of(plan),
             fix=wish,
             forbid=without,
             constraints=plan.constraints or None,

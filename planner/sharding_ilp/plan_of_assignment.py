@@ -22,6 +22,7 @@ from passes.plan.step_plan import StepPlan
 from passes.repeats.repeated_blocks import BlockRun
 from passes.rules.rule import PROBED, TABLE
 from planner.sharding_ilp.assignment import Assignment, Conversion
+from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.sharding_ilp.sharding_problem import Element, Problem, ValueStream
 from planner.sharding_ilp.step_on_mesh import step_on_mesh
@@ -200,7 +201,7 @@ def _costs(problem: Problem, assignment: Assignment, pricing: Pricing) -> Costs:
             memory["gradients"] += element.copies * state.gradients
             memory["optimizer"] += element.copies * state.optimizer
         else:
-            activations += element.copies * option.memory
+            activations += _saved_bytes(problem, element, option, pricing)
     for tree in assignment.trees.values():
         for item in tree:
             communication[0] += item.copies * item.arc.forward
@@ -208,6 +209,16 @@ def _costs(problem: Problem, assignment: Assignment, pricing: Pricing) -> Costs:
             converted += item.copies * item.arc.memory
     memory.update(activations=activations, converted=converted)
     return Costs(compute[0], compute[1], communication[0], communication[1], memory)
+
+
+def _saved_bytes(problem: Problem, element: Element, option: Option, pricing: Pricing) -> int:
+    """Bytes that all copies of an element keep for the backward pass."""
+    if element.node is None or not option.memory:
+        return element.copies * option.memory
+    return sum(
+        problem.streams[value.name].saved_copies * pricing.local_bytes(value, where)
+        for value, where in zip(element.node.outputs, option.outputs)
+    )
 
 
 def _notes(problem: Problem, assignment: Assignment) -> tuple[str, ...]:

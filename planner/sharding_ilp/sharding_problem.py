@@ -8,6 +8,7 @@ is in the problem; ``copies`` says how often its parts count.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -58,15 +59,23 @@ class Use:
 
 @dataclass
 class ValueStream:
-    """A value, the element and output that make it, and its uses; ``name`` is its key in a plan's conversions."""
+    """A value, the element and output that make it, and its uses; ``name`` is its key in a plan's conversions.
+
+    ``saved_copies``: how many of ``copies`` keep it for the backward pass (what follows the last may need it less).
+    """
 
     key: str
     value: Value
     source: str
     output: int
     copies: int
-    saved: bool = False
+    saved_copies: int = 0
     uses: list[Use] = field(default_factory=list)
+
+    @property
+    def saved(self) -> bool:
+        """Whether any copy keeps it."""
+        return self.saved_copies > 0
 
 
 @dataclass
@@ -156,15 +165,19 @@ class _StructureBuilder:
         self.graph = graph = problem.graph
         self.values = graph.values
         self.live = live
-        self.saved = saved_values(graph, self.live)
+        saved = saved_values(graph, self.live)
         self.nodes = {node.name: node for node in graph.nodes}
         self.run_of: dict[str, int] = {}  # nodes of first copies → their run
         self.skipped: set[str] = set()  # nodes of later copies
         self.first_name = self.problem.last_to_first  # values of last copies → the first copy's
+        self.saved_copies = Counter(saved)  # values outside of runs and of first copies → how many copies are saved
         for index, run in enumerate(problem.runs):
             self.run_of.update((name, index) for name in run.copies[0])
             self.skipped.update(name for copy in run.copies[1:] for name in copy)
             self.first_name.update(_value_pairs(self.nodes, run.copies[-1], run.copies[0]))
+            for copy in run.copies[1:]:
+                pairs = _value_pairs(self.nodes, copy, run.copies[0])
+                self.saved_copies.update(first for own, first in pairs if own in saved)
         self.own_states = {names[0]: run.num_copies for run in problem.runs for names in run.states}
         self.other_states = {name for run in problem.runs for names in run.states for name in names[1:]}
 
@@ -186,7 +199,7 @@ class _StructureBuilder:
         for index, value in enumerate(outputs):
             key = f"node:{element.key}#{index}" if element.node is not None else element.key
             stream = name if element.kind == "carry" else value.name
-            saved = value.name in self.saved
+            saved = self.saved_copies[value.name]
             self.problem.streams[stream] = ValueStream(key, value, name, index, element.copies, saved)
 
     def _add_sources(self) -> None:

@@ -24,6 +24,7 @@ from runtime.program_tools.offloaded_activations import stay_on_device
 from runtime.program_tools.recompute import always_again, recomputed
 from runtime.programs.program import Block
 from runtime.state.weight_tree import WeightTree
+from runtime.torch_compat.dispatcher import are_operators_observed
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 from runtime.zero.group import StateGroup
 from runtime.zero.unit import Unit, UnitWeight
@@ -139,7 +140,7 @@ class ChunkUnits:
 
         # What recomputes inside of a compiled block is in its graph. Weights gathered for each use stay outside of it,
         # and a block of several graphs runs again as a whole, with its weights.
-        inside = self.compiled_on is not None and bound.keeps_weights and can_be_one_graph(block)
+        inside = self._compiles and bound.keeps_weights and can_be_one_graph(block)
         graphed = recompute if inside and recompute != ON_HOST else "none"
         forward = self._compiled(block, graphed, whole=inside or recompute in ("none", "full", ON_HOST))
         outside = "none" if inside and recompute != ON_HOST else recompute
@@ -156,9 +157,15 @@ class ChunkUnits:
 
         return recomputed(run, outside, gathers_weights=not bound.keeps_weights)
 
+    @property
+    def _compiles(self) -> bool:
+        """Whether blocks are compiled: dynamo of torch 2.13 refuses whole graphs while a dispatch mode is active."""
+        return self.compiled_on is not None and not are_operators_observed()
+
     def _compiled(self, block: Block, recompute: str, *, whole: bool) -> Callable[..., Any] | None:
-        if self.compiled_on is None or not whole:
+        if not self._compiles or not whole:
             return None
+        assert self.compiled_on is not None
         return as_compiled(block, self.compiled_on, recompute=recompute)
 
 

@@ -207,6 +207,8 @@ def read_demands(
     check_time_limit(options.get("time_limit"))
     check_max_programs(options.get("max_programs"))
     check_offload(options.get("offload", NEVER))
+    if "headroom" in options:
+        options["headroom"] = float(options["headroom"])  # 0 is written as a plan is read again
     demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
     for name in demands.forbidden:
         values = demands.fixed.get(name, CHOICES.get(name))

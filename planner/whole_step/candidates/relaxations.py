@@ -17,6 +17,8 @@ from planner.whole_step.costs.level_one import LevelOne
 
 #: Multiples of the cluster that are tried.
 TIMES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+#: Larger clusters are not suggested: nobody has them, and pricing links of tori takes long beyond.
+MOST_DEVICES = 2**15
 
 
 def relaxations(search: Search, nearest: Closest, *, looks: Looks) -> Iterator[str]:
@@ -60,13 +62,16 @@ def _devices(search: Search, looks: Looks) -> Iterator[str]:
     """
     if search.cluster.levels[-1].wires:
         return
-    for demands, what in (
-        (search.demands, "devices of this kind"),
-        (replace(search.demands, fixed={}, forbidden={}), "devices of this kind and no fix or forbid"),
-    ):
+    asked = [(search.demands, "devices of this kind")]
+    if search.demands.fixed or search.demands.forbidden:
+        free = replace(search.demands, fixed={}, forbidden={})
+        asked.append((free, "devices of this kind and no fix or forbid"))
+    for demands, what in asked:
         for times in TIMES:
             if looks.left <= 0:
                 return
+            if search.cluster.num_devices * times > MOST_DEVICES:
+                break
             level = LevelOne(_grown(search.cluster, times), search.level_one.space, search.level_one.step_units)
             fitting = _fits(Search(level, level.cluster, demands), looks)
             if fitting is not None:

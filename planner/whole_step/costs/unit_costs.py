@@ -329,10 +329,10 @@ class _FigureReader:
             saved += sum(num_bytes for num_bytes, _ in copies.values())
         saved += visiting if base != "full" else 0.0
         options = [self.options[node] for node in rule.recomputed if node in self.options]
-        compute = sum(option.compute[0] for option in options)
+        compute = sum((option.compute[0] for option in options), 0.0)
         if name == CHUNKED_LOSS:
             compute += self._logits_again(index)
-        again = 0.0 if keep_copies else sum(seconds for _, seconds in copies.values())
+        again = 0.0 if keep_copies else sum((seconds for _, seconds in copies.values()), 0.0)
         if base == "full":
             again = sum(option.communication[0] for option in options) + self._forward_communication(index)
         lifetimes = self.step_units.lifetimes(way.activations, way.nodes, base)
