@@ -356,7 +356,8 @@ class Search(BoundedSearch):
             self.bounds.learn(candidate.cut, sharded.without_samples)
         bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
-            yield self._next(entry, max(bound, self._bound_of_sharding(entry, sharded)), sharded=sharded)
+            filled = self._bound_of_sharding(entry, sharded) if bound < self._cutoff() else bound
+            yield self._next(entry, max(bound, filled), sharded=sharded)
         yield from self._with_fewer_bytes(entry, bound)
 
     def _is_known(self, entry: SearchEntry, sharded: Sharded) -> bool:
