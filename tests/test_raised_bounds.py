@@ -68,6 +68,25 @@ def test_branching_over_shares_that_ends_early_is_no_bound_too_high(
     assert num_bounded >= 3
 
 
+def test_branching_over_shares_ends_once_what_is_open_cannot_be_closed() -> None:
+    """Where every half of a node stays open, at half the nodes: each that is open would take two more at least."""
+    branching = whole_shares._ShareBranching.__new__(whole_shares._ShareBranching)
+    stage = SimpleNamespace(share_rows=[0], program=SimpleNamespace(row_lowers=[0.0], row_uppers=[9.0]))
+    vars(branching).update(stage=stage, target=1.0, stopped=False, num_nodes=0)
+
+    def bounded(rows: dict[int, tuple[float, float]]) -> whole_shares._Node | None:
+        branching.num_nodes += 1
+        assert branching.num_nodes <= whole_shares._MOST_NODES
+        guess = rows == {0: (5.0, 5.0)}
+        order = branching.num_nodes
+        return None if guess else whole_shares._Node(order / 1000.0, order, rows, (0, 0.5))
+
+    branching._bounded = bounded  # type: ignore[method-assign]
+    bound = branching.bound(SimpleNamespace(units=[5]))  # type: ignore[arg-type]
+    assert branching.num_nodes == pytest.approx(whole_shares._MOST_NODES / 2, abs=4) and not branching.stopped
+    assert 0.0 < bound < branching.num_nodes / 1000.0  # the least of those that are open
+
+
 def judged(**attributes: Any) -> JudgedSearch:
     search = JudgedSearch.__new__(JudgedSearch)
     vars(search).update(attributes)

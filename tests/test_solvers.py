@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import highspy
@@ -154,3 +155,16 @@ def test_the_programs_of_a_step_are_written(tmp_path: Path) -> None:
 def test_programs_that_cannot_be_written_are_refused_before_planning(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot write .*there is no directory"):
         planned(mesh="dp=4", write_lp=tmp_path / "missing" / "plan.lp")
+
+
+def test_settled_bounds_serve_programs_of_the_same_rows_alone() -> None:
+    program = LinearProgram()
+    columns = [program.variable(cost, upper=2.0) for cost in (-1.0, -3.0)]
+    program.row(((column, 1.0) for column in columns), upper=3.0)
+    program.settle()
+    dearer = replace(program, costs=[-3.0, -1.0])
+    assert dearer.bounds() is program.settled
+    assert solve(program).values == pytest.approx([1.0, 2.0]) and solve(dearer).values == pytest.approx([2.0, 1.0])
+    narrower = replace(program, uppers=[2.0, 0.5])
+    assert narrower.bounds() is not program.settled
+    assert solve(narrower).values == pytest.approx([2.0, 0.5])

@@ -129,7 +129,7 @@ def by_rounds(problem: StageProblem, weights: DualWeights) -> Iterator[Assignmen
     run = main_run(problem)
     if run is None or not in_rounds(problem):
         return
-    chunks, fastest = chunks_of(problem), _FastestPlacements(problem, weights)
+    chunks, fastest, quickening = chunks_of(problem), _FastestPlacements(problem, weights), _Quickening(problem)
     for counts in _round_counts(problem, run):
         slots = [
             [(chunk, kind) for chunk in chunks_of_rank for kind in _runs_of(problem, run, chunk, counts)]
@@ -147,7 +147,7 @@ def by_rounds(problem: StageProblem, weights: DualWeights) -> Iterator[Assignmen
             alike = [
                 _alike(problem, rank, run, placed, placed_by_rank[model]) for rank, placed in enumerate(placed_by_rank)
             ]
-            yield _grouped(problem, [_quickened(problem, rank, placed) for rank, placed in enumerate(alike)])
+            yield _grouped(problem, [quickening.of(rank, placed) for rank, placed in enumerate(alike)])
 
 
 def all_alike(problem: StageProblem) -> Iterator[Assignment]:
@@ -156,7 +156,7 @@ def all_alike(problem: StageProblem) -> Iterator[Assignment]:
     run = main_run(problem)
     if run is None:
         return
-    counts = _even_counts(problem, run)
+    counts, quickening = _even_counts(problem, run), _Quickening(problem)
     for choice in range(len(problem.runs[run].choices)):
         placed = [
             [
@@ -170,7 +170,7 @@ def all_alike(problem: StageProblem) -> Iterator[Assignment]:
         ranks = [units for units in placed_by_rank if units is not None]
         if len(ranks) == problem.num_ranks:
             yield _grouped(problem, ranks)
-            yield _grouped(problem, [_quickened(problem, rank, units) for rank, units in enumerate(ranks)])
+            yield _grouped(problem, [quickening.of(rank, units) for rank, units in enumerate(ranks)])
 
 
 def _even_counts(problem: StageProblem, run: int) -> list[int]:
@@ -286,29 +286,38 @@ def _kept(costs: LayerCosts, held: float) -> float:
     return costs.state_bytes + held * costs.saved_bytes
 
 
-def _quickened(problem: StageProblem, rank: int, placed: _Placed) -> _Placed:
-    """The units in order, each with the fastest choice that still fits in memory."""
-    limit, held = problem.memory[rank] * (1 + ROUNDING), problem.in_flight
-    costs = [[choice.costs for choice in run.choices] for run in problem.runs]
-    quickest = [
-        sorted(range(len(row)), key=lambda choice: row[choice].forward_seconds + row[choice].backward_seconds)
-        for row in costs
-    ]
-    held_bytes = sum(_kept(costs[run][choice], held[chunk]) for chunk, run, choice in placed)
-    peaks = Counter(costs[run][choice].peak_bytes for _, run, choice in placed)
-    placed = list(placed)
-    for place, (chunk, run, choice) in enumerate(placed):
-        current = costs[run][choice]
-        peaks[current.peak_bytes] -= 1
-        rest, peak = (
-            held_bytes - _kept(current, held[chunk]),
-            max((size for size, count in (+peaks).items()), default=0.0),
-        )
-        for other in quickest[run][: quickest[run].index(choice)]:
-            faster = costs[run][other]
-            size = rest + _kept(faster, held[chunk])
-            if size + max(peak, faster.peak_bytes) <= limit:
-                placed[place], held_bytes, current = (chunk, run, other), size, faster
-                break
-        peaks[current.peak_bytes] += 1
-    return placed
+class _Quickening:
+    """Speeds up units of a rank while memory allows; what choices cost is listed once for all ranks."""
+
+    def __init__(self, problem: StageProblem) -> None:
+        self.problem = problem
+        self.costs = [[choice.costs for choice in run.choices] for run in problem.runs]
+        self.quickest = [
+            sorted(range(len(row)), key=lambda choice: row[choice].forward_seconds + row[choice].backward_seconds)
+            for row in self.costs
+        ]
+
+    def of(self, rank: int, placed: _Placed) -> _Placed:
+        """The units in order, each with the fastest choice that still fits in memory."""
+        limit, held = self.problem.memory[rank] * (1 + ROUNDING), self.problem.in_flight
+        costs, quickest = self.costs, self.quickest
+        held_bytes = sum(_kept(costs[run][choice], held[chunk]) for chunk, run, choice in placed)
+        peaks = Counter(costs[run][choice].peak_bytes for _, run, choice in placed)
+        placed = list(placed)
+        for place, (chunk, run, choice) in enumerate(placed):
+            if choice == quickest[run][0]:
+                continue
+            current = costs[run][choice]
+            peaks[current.peak_bytes] -= 1
+            rest, peak = (
+                held_bytes - _kept(current, held[chunk]),
+                max((size for size, count in (+peaks).items()), default=0.0),
+            )
+            for other in quickest[run][: quickest[run].index(choice)]:
+                faster = costs[run][other]
+                size = rest + _kept(faster, held[chunk])
+                if size + max(peak, faster.peak_bytes) <= limit:
+                    placed[place], held_bytes, current = (chunk, run, other), size, faster
+                    break
+            peaks[current.peak_bytes] += 1
+        return placed

@@ -22,9 +22,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
-from planner.pipeline_ilp.rank_contents import FILL, HIDES, LOAD, SENT, UPDATE, Array, Contents
+from planner.pipeline_ilp.rank_contents import HIDES, LOAD, SENT, UPDATE, Array, Contents
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
 
@@ -42,6 +43,24 @@ class _Box(NamedTuple):
     tails: tuple[float, float]
 
 
+class _RankColumns:
+    """The contents of one rank one after another, in columns; ``starts``: where those of each number of units begin."""
+
+    def __init__(self, contents: list[Contents]) -> None:
+        self.contents = contents
+        figures = np.concatenate([each.figures for each in contents])
+        self.load, self.fill, sent, self.hides, self.update = (figures[:, place].copy() for place in range(5))
+        self.tail = sent - self.hides
+        self.starts = np.cumsum([0, *(len(each.figures) for each in contents[:-1])])
+
+    def within(self, load: float, update: float, tail: float) -> NDArray[np.bool_]:
+        """Which contents are in a box."""
+        inside = self.load <= load
+        inside &= self.update <= update
+        inside &= self.tail <= tail * (1.0 + ROUNDING)
+        return inside
+
+
 class ContentBoxes:
     """Boxes of one problem, whose contents by rank are ``ranks``."""
 
@@ -57,6 +76,9 @@ class ContentBoxes:
         figures = np.concatenate([contents.figures for rank in ranks for contents in rank] or [np.zeros((0, 5))])
         self.loads, self.updates = np.unique(figures[:, LOAD]), np.unique(figures[:, UPDATE])
         self.longest_tail = float((figures[:, SENT] - figures[:, HIDES]).max(initial=0.0))
+        self.columns = [_RankColumns(rank) for rank in ranks if rank]
+        #: The least sum of φ by the upper corner of a box, which one of its halves has, too.
+        self._fills: dict[tuple[int, int, float], float] = {}
 
     def bound(self, offer: Callable[[Assignment], object], target: Callable[[], float]) -> float:
         """A lower bound of all assignments of these contents, at least ``target`` unless boxes run out.
@@ -87,44 +109,44 @@ class ContentBoxes:
 
     def _bounded(self, box: _Box, offer: Callable[[Assignment], object]) -> float:
         """The bound of a box, infinite if it has no assignment."""
-        longest_load = float(self.loads[box.loads[1]])
-        chosen = self._least_fill(longest_load, float(self.updates[box.updates[1]]), box.tails[1])
-        if chosen is None:
-            return math.inf
-        fill, assignment = chosen
-        offer(assignment)
+        corner = box.loads[1], box.updates[1], box.tails[1]
+        if corner not in self._fills:
+            load, update = float(self.loads[corner[0]]), float(self.updates[corner[1]])
+            self._fills[corner] = self._least_fill(load, update, corner[2], offer)
         tail = max(box.tails[0], self.first)
-        return self.times * float(self.loads[box.loads[0]]) + fill + tail + float(self.updates[box.updates[0]])
+        least = self.times * float(self.loads[box.loads[0]]) + self._fills[corner]
+        return least + tail + float(self.updates[box.updates[0]])
 
-    def _least_fill(self, load: float, update: float, tail: float) -> tuple[float, Assignment] | None:
-        """The least sum of φ over ranks whose contents are within a box, and the assignment that has it."""
+    def _least_fill(self, load: float, update: float, tail: float, offer: Callable[[Assignment], object]) -> float:
+        """The least sum of φ over ranks whose contents are within a box, infinite if there are none such; the
+        assignment that has it is offered."""
         sums = [np.full(self.count + 1, math.inf)]
         sums[0][0] = 0.0
-        best: list[list[tuple[Contents, int, float]]] = []
+        fills: list[tuple[Array, list[float]]] = []
         hidden_before = 0.0
-        for rank in self.ranks:
-            after, most_hidden, of_rank = np.full(self.count + 1, math.inf), 0.0, []
-            for contents in rank:
-                content = _least_content(contents.figures, load, update, tail + hidden_before)
-                if content is None:
-                    continue
-                place, hidden = content
-                fill = float(contents.figures[place, FILL])
-                most_hidden = max(most_hidden, hidden)
-                of_rank.append((contents, place, fill))
+        for rank in self.columns:
+            after = np.full(self.count + 1, math.inf)
+            within = rank.within(load, update, tail + hidden_before)
+            fill = np.where(within, rank.fill, math.inf)
+            least = np.minimum.reduceat(fill, rank.starts).tolist()
+            for contents, each in zip(rank.contents, least):
                 before = sums[-1][: self.count + 1 - contents.units]
-                np.minimum(after[contents.units :], before + fill, out=after[contents.units :])
-            hidden_before += most_hidden
+                if each < math.inf:
+                    np.minimum(after[contents.units :], before + each, out=after[contents.units :])
+            hidden_before += float(np.where(within, rank.hides, 0.0).max())
             sums.append(after)
-            best.append(of_rank)
+            fills.append((fill, least))
         total = float(sums[-1][self.count])
-        return None if math.isinf(total) else (total, self._assignment(sums, best))
+        if total < math.inf:
+            offer(self._assignment(sums, fills))
+        return total
 
-    def _assignment(self, sums: list[Array], best: list[list[tuple[Contents, int, float]]]) -> Assignment:
+    def _assignment(self, sums: list[Array], fills: list[tuple[Array, list[float]]]) -> Assignment:
         units, chunks = self.count, []
-        for before, after, of_rank in reversed(list(zip(sums, sums[1:], best))):
-            for contents, place, fill in of_rank:
-                if contents.units <= units and before[units - contents.units] + fill == after[units]:
+        for before, after, rank, (fill, least) in reversed(list(zip(sums, sums[1:], self.columns, fills))):
+            for contents, start, each in zip(rank.contents, rank.starts, least):
+                if contents.units <= units and before[units - contents.units] + each == after[units]:
+                    place = int(fill[start : start + len(contents.figures)].argmin())
                     chunks.append(contents.groups(place, self.run))
                     units -= contents.units
                     break
@@ -148,13 +170,3 @@ class ContentBoxes:
             return [box._replace(updates=(low, middle)), box._replace(updates=(middle + 1, high))]
         half = (short + long) / 2
         return [box._replace(tails=(short, half)), box._replace(tails=(half, long))]
-
-
-def _least_content(figures: Array, load: float, update: float, tail: float) -> tuple[int, float] | None:
-    """The place of the content of least φ within a box, and the longest backward pass of those within it."""
-    within = (figures[:, LOAD] <= load) & (figures[:, UPDATE] <= update)
-    within &= figures[:, SENT] - figures[:, HIDES] <= tail * (1.0 + ROUNDING)
-    places = np.flatnonzero(within)
-    if not len(places):
-        return None
-    return int(places[figures[places, FILL].argmin()]), float(figures[places, HIDES].max())

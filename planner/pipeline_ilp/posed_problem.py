@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from planner.pipeline_ilp.average_bounds import TimeBounds, average_bounds
+from planner.pipeline_ilp.average_bounds import ChainFigures, TimeBounds, average_bounds, chain_figures
 from planner.pipeline_ilp.loads import LoadWithinMemory
 from planner.pipeline_ilp.stage_bounds import time_bounds
 from planner.pipeline_ilp.stage_problem import StageProblem, folded
@@ -24,12 +24,16 @@ class PosedProblem:
         self.proofs = Proofs()
 
     @functools.cached_property
+    def _units(self) -> ChainFigures:
+        return chain_figures(folded(self.problem))
+
+    @functools.cached_property
     def _average(self) -> TimeBounds:
-        return average_bounds(folded(self.problem))
+        return average_bounds(folded(self.problem), self._units)
 
     @functools.cached_property
     def _bounds(self) -> TimeBounds:
-        return time_bounds(folded(self.problem), self._average)
+        return time_bounds(folded(self.problem), self._average, self._units)
 
     @functools.cached_property
     def _load(self) -> LoadWithinMemory:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.pipeline_ilp.average_bounds import Array, TimeBounds, average_bounds, chain_figures
+from planner.pipeline_ilp.average_bounds import Array, ChainFigures, TimeBounds, average_bounds, chain_figures
 from planner.pipeline_ilp.crossings import least_crossing
 from planner.pipeline_ilp.memory_shortfall import memory_shortfall
 from planner.pipeline_ilp.stage_problem import StageProblem, folded
@@ -30,13 +30,15 @@ def lower_bound(problem: StageProblem) -> float:
     return time_bounds(folded(problem)).step
 
 
-def time_bounds(problem: StageProblem, average: TimeBounds | None = None) -> TimeBounds:
+def time_bounds(
+    problem: StageProblem, average: TimeBounds | None = None, units: ChainFigures | None = None
+) -> TimeBounds:
     """Bounds from averages over ranks, and from units being whole; of a ``folded`` problem.
 
     Args:
-        average: its ``average_bounds``, if they are there already.
+        average, units: its ``average_bounds`` and ``chain_figures``, if they are there already.
     """
-    units = chain_figures(problem)
+    units = chain_figures(problem) if units is None else units
     average = average_bounds(problem, units) if average is None else average
     cheapest = units.cheapest.tolist()
     load = max(average.load, bottleneck(problem, cheapest))

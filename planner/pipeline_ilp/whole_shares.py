@@ -77,6 +77,8 @@ class _ShareBranching:
         root = self._bounded({})
         heap = [] if root is None else [root]
         while heap and not self.stopped:
+            if self.num_nodes + 2 * len(heap) > _MOST_NODES:
+                return heap[0].bound  # each open node has two halves at least: they cannot all be closed
             node = heapq.heappop(heap)
             if node.split is None:
                 return node.bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -50,16 +49,17 @@ class Option:
     sent: tuple[Collective, ...] = ()
     shared: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @property
     def communication(self) -> tuple[float, float]:
         if not self.collectives:
             return 0.0, 0.0
         forward = sum(item.seconds for item in self.collectives if item.phase == "forward")
         return forward, sum(item.seconds for item in self.collectives if item.phase != "forward")
 
-    @functools.cached_property
+    @property
     def seconds(self) -> float:
-        return sum(self.compute) + sum(self.communication)
+        forward, backward = self.compute  # to remember the sum takes longer than to add it up: most communicate nothing
+        return forward + backward + (sum(self.communication) if self.collectives else 0.0)
 
 
 def offered(
@@ -83,7 +83,7 @@ def offered(
 class JointChoice:
     """One combination of choices over the axes, before asking whether their sizes can make its ``cuts``.
 
-    ``cut_axes`` as in ``Option``.
+    ``cut_axes`` as in ``Option``; ``communicates``: whether the operator issues collectives itself.
     """
 
     joint: tuple[AxisChoice, ...]
@@ -92,6 +92,7 @@ class JointChoice:
     outputs: tuple[Placement, ...]
     cuts: tuple[Cut, ...]
     cut_axes: tuple[bool, ...]
+    communicates: bool
 
 
 class OperatorChoices:
@@ -111,6 +112,7 @@ class OperatorChoices:
         self.values, self.rule_for, self.flops_of, self.row_axes = values, rule_for, flops_of, row_axes
         self._facts: dict[str, tuple[ShardingRule | None, float]] = {}
         self._ways: dict[tuple[object, ...], tuple[JointChoice, ...]] = {}
+        self._possible: dict[tuple[int, tuple[int, ...]], tuple[tuple[JointChoice, float], ...]] = {}
         self._distinct: dict[str, list[tuple[ShardingRule | None, tuple[JointChoice, ...]]]] = {}
 
     def facts(self, node: Node) -> tuple[ShardingRule | None, float]:
@@ -166,7 +168,22 @@ class OperatorChoices:
             outputs=tuple(placements[len(node.inputs) :]),
             cuts=cuts_of(rule, joint, inputs, node.outputs),
             cut_axes=tuple(choice.factor is not None or not many for choice, many in zip(joint, several)),
+            communicates=any(choice.reductions for choice in joint),
         )
+
+    def possible(
+        self, node: Node, ways: tuple[JointChoice, ...], sizes: tuple[int, ...]
+    ) -> tuple[tuple[JointChoice, float], ...]:
+        """Those of its ``ways`` that axes of these sizes can run, with the pieces that each divides the work into."""
+        key = id(ways), sizes  # of a tuple that operators with equal rules share, and that is kept
+        if key not in self._possible:
+            rule = self.facts(node)[0]
+            self._possible[key] = tuple(
+                (choice, pieces_of_work(rule, choice.joint, sizes))
+                for choice in ways
+                if can_run(node.op, choice.cuts, sizes) and exchanges_equal_rows(rule, choice.joint, sizes)
+            )
+        return self._possible[key]
 
 
 def operator_options(
@@ -194,29 +211,26 @@ def operator_options(
 
 def _priced_options(
     node: Node,
-    ways: Sequence[JointChoice],
+    ways: tuple[JointChoice, ...],
     offers: OperatorChoices,
     pricing: Pricing,
     *,
     live: bool,
     saved: Sequence[bool],
 ) -> list[Option]:
-    sizes, values = pricing.mesh.sizes, offers.values
+    values = offers.values
     rule, flops = offers.facts(node)
     best: dict[tuple[object, ...], Option] = {}
-    for choice in ways:
-        if not can_run(node.op, choice.cuts, sizes) or not exchanges_equal_rows(rule, choice.joint, sizes):
-            continue
-        inputs, outputs = choice.inputs, choice.outputs
-        cut = pieces_of_work(rule, choice.joint, sizes)
+    for choice, cut in offers.possible(node, ways, pricing.mesh.sizes):
+        inputs, outputs, communicates = choice.inputs, choice.outputs, choice.communicates
         compute = pricing.compute(node, values, inputs, outputs, flops=flops, cut=cut, live=live)
         option = Option(
             labels=choice.labels,
             inputs=inputs,
             outputs=outputs,
             compute=compute,
-            collectives=pricing.reductions(rule, choice.joint, beside=compute, live=live),
-            sent=pricing.sent(rule, choice.joint, live=live) if gathers_rows(choice.joint) else (),
+            collectives=pricing.reductions(rule, choice.joint, beside=compute, live=live) if communicates else (),
+            sent=pricing.sent(rule, choice.joint, live=live) if communicates and gathers_rows(choice.joint) else (),
             memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, saved) if keep),
             cut_axes=choice.cut_axes,
         )

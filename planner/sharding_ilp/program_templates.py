@@ -57,6 +57,7 @@ class ProgramTemplates:
         template = structure.programs.get(forms)
         if template is None:
             template = build_ilp(problem, lattices, memory_limit=None, requests=structure.requests)
+            template.program.settle()
             structure.programs[forms] = template
             return template
         return _with_prices(template, problem, by_stream)

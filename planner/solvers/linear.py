@@ -6,6 +6,10 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: ``Solution.status`` of a solution that is proved to be the best; of one that a limit stopped.
 OPTIMAL, EFFORT_LIMIT, TIME_LIMIT = "optimal", "stopped by effort limit", "stopped by time limit"
@@ -15,6 +19,23 @@ UNPROVED = "not proved to be the best"
 #: Effort of a solver: simplex iterations × entries of the program, which needs no clock. About this much takes a
 #: second.
 SECOND = 1.6e8
+
+
+class SettledRows(NamedTuple):
+    """Bounds of a program's variables and rows as a solver takes them, and the lists that they were made of."""
+
+    lists: tuple[list[float], list[float], list[float]]
+    uppers: np.ndarray
+    row_lowers: np.ndarray
+    row_uppers: np.ndarray
+
+    @staticmethod
+    def of(program: LinearProgram) -> SettledRows:
+        import numpy as np
+
+        lists = program.uppers, program.row_lowers, program.row_uppers
+        uppers, row_lowers, row_uppers = (np.asarray(each, dtype=np.float64) for each in lists)
+        return SettledRows(lists, uppers, row_lowers, row_uppers)
 
 
 @dataclass
@@ -32,6 +53,8 @@ class LinearProgram:
     starts: array[int] = field(default_factory=lambda: array("i", [0]))
     columns: array[int] = field(default_factory=lambda: array("i"))
     coefficients: array[float] = field(default_factory=lambda: array("d"))
+    #: What ``settle`` has worked out.
+    settled: SettledRows | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_variables(self) -> int:
@@ -44,6 +67,18 @@ class LinearProgram:
     @property
     def num_entries(self) -> int:
         return len(self.columns)
+
+    def settle(self) -> None:
+        """Work out bounds once for all programs that are made of this one by other costs; nothing is added to it
+        afterwards."""
+        self.settled = SettledRows.of(self)
+
+    def bounds(self) -> SettledRows:
+        """Bounds of variables and rows, settled or made now."""
+        settled, lists = self.settled, (self.uppers, self.row_lowers, self.row_uppers)
+        if settled is None or any(one is not other for one, other in zip(settled.lists, lists)):
+            return SettledRows.of(self)
+        return settled
 
     def cost_of(self, values: Sequence[float]) -> float:
         """The objective of a solution."""

@@ -75,7 +75,9 @@ def solve(
 
 def cost_scale(program: LinearProgram) -> float:
     """By what costs are multiplied for a solver."""
-    return LARGEST_COST / (max(map(abs, program.costs), default=0.0) or 1.0)
+    import numpy as np
+
+    return LARGEST_COST / (float(np.abs(program.costs).max(initial=0.0)) or 1.0)
 
 
 def _solve_by_another(
@@ -165,6 +167,10 @@ def pass_model(highs: Any, program: LinearProgram, scale: float) -> None:
     import numpy as np
 
     continuous, integer = int(highspy.HighsVarType.kContinuous), int(highspy.HighsVarType.kInteger)
+    kinds = np.full(program.num_variables, continuous, dtype=np.int32)
+    if any(program.integers):
+        kinds[np.asarray(program.integers, dtype=bool)] = integer
+    bounds = program.bounds()
     highs.passModel(
         program.num_variables,
         program.num_constraints,
@@ -174,13 +180,13 @@ def pass_model(highs: Any, program: LinearProgram, scale: float) -> None:
         0.0,
         np.asarray(program.costs, dtype=np.float64) * scale,
         np.zeros(program.num_variables),
-        np.asarray(program.uppers, dtype=np.float64),
-        np.asarray(program.row_lowers, dtype=np.float64),
-        np.asarray(program.row_uppers, dtype=np.float64),
+        bounds.uppers,
+        bounds.row_lowers,
+        bounds.row_uppers,
         np.asarray(program.starts),
         np.asarray(program.columns),
         np.asarray(program.coefficients),
-        np.where(program.integers, integer, continuous).astype(np.int32),
+        kinds,
     )
 
 

@@ -31,7 +31,7 @@ from planner.whole_step.candidates.mesh_layout import ORDERS
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, SearchTeller
-from planner.whole_step.search_entry import SearchEntry
+from planner.whole_step.search_entry import SearchEntry, redone
 
 #: Prices of a byte in the sharding ILP, as multiples of (seconds / bytes of the fastest); later ones if memory binds.
 BYTE_WEIGHTS = (0.0, 0.25)
@@ -50,10 +50,6 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 #: The solver's first effort for a stage program, less before the search begins. If it does not suffice, the candidate
 #: returns to the heap under its proved bound, and then gets twice the effort.
 DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
-
-
-#: Stages that bound a candidate no further than to the cutoff, by the place of the stage after them.
-CUT_OFF = (3, 6, 7)
 
 
 class Search(BoundedSearch):
@@ -80,7 +76,7 @@ class Search(BoundedSearch):
         self.share_prices(other)
         if other.demands.left_out != self.demands.left_out:
             return
-        self.earlier, self.solutions = [_redone(entry) for entry in other.left], list(other.solutions)
+        self.earlier, self.solutions = [redone(entry) for entry in other.left], list(other.solutions)
         self.finished, self.shortfalls = set(other.finished), dict(other.shortfalls)
 
     def run(self) -> Outcome:
@@ -360,10 +356,8 @@ class Search(BoundedSearch):
             self.bounds.learn(candidate.cut, sharded.without_samples)
         bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
-            filled = self._bound_of_sharding(entry, sharded)
-            for layout in self.zero_layouts(candidate.layout):
-                following = replace(candidate, layout=layout)
-                yield self._next(entry, max(bound, filled), sharded=sharded, candidate=following)
+            filled = self._bound_of_sharding(entry, sharded) if bound < self._cutoff() else bound
+            yield self._next(entry, max(bound, filled), sharded=sharded)
         yield from self._with_fewer_bytes(entry, bound)
 
     def _is_known(self, entry: SearchEntry, sharded: Sharded) -> bool:
@@ -374,6 +368,9 @@ class Search(BoundedSearch):
 
     def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.sharded is not None
+        if not entry.is_divided:
+            yield from self._divide(entry, entry.sharded)
+            return
         posed = self.pose(entry.candidate, entry.sharded)
         bound = posed.quick_bound(self._cutoff())
         missing = memory_shortfall(posed.problem) if bound < self._cutoff() else 0.0
@@ -381,6 +378,16 @@ class Search(BoundedSearch):
             self._lacks(entry.candidate, missing)
             return
         yield self._next(entry, bound, problem=posed.problem, proofs=posed.proofs)
+
+    def _divide(self, entry: SearchEntry, sharded: Sharded) -> Iterator[SearchEntry]:
+        """An entry for each way in which ZeRO may divide, unless a bound of all of them prunes these at once."""
+        bound = max(entry.bound, self.bound_of_ways(entry.candidate, sharded, self._cutoff()))
+        if bound >= self._cutoff():
+            yield replace(entry, bound=bound)
+            return
+        for layout in self.zero_layouts(entry.candidate.layout):
+            candidate = replace(entry.candidate, layout=layout)
+            yield replace(entry, bound=bound, order=next(self.order), candidate=candidate, is_divided=True)
 
     def _bound_within_memory(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.problem is not None
@@ -438,8 +445,3 @@ class Search(BoundedSearch):
 
     def _add(self, solution: StepSolution) -> None:
         self.solutions = with_solution(self.solutions, solution)[: max(KEPT, self.demands.num_alternatives)]
-
-
-def _redone(entry: SearchEntry) -> SearchEntry:
-    """A pruned entry before the stage that pruned it, which may bound it further under a later cutoff."""
-    return replace(entry, stage=entry.stage - 1) if entry.stage in CUT_OFF else entry

@@ -14,7 +14,7 @@ from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.level_one import LevelOne, Sharded
-from planner.whole_step.costs.unit_choices import RankPrices, StageSetting, unit_runs
+from planner.whole_step.costs.unit_choices import RankPrices, StageSetting, unit_runs, with_all_choices
 
 
 class CandidateProblems:
@@ -27,10 +27,13 @@ class CandidateProblems:
         self.divided: dict[MeshLayout, tuple[MeshLayout, ...]] = {}
         self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
         self.posed: dict[tuple[Candidate, int], tuple[Sharded, PosedProblem]] = {}
+        #: Problems with the choices of all ways in which ZeRO may divide.
+        self.posed_in_all: dict[tuple[Candidate, int], tuple[Sharded, PosedProblem]] = {}
 
     def share_prices(self, other: CandidateProblems) -> None:
         """Take over what ``other`` has priced and proved, for the same demands but for gap and limits."""
         self.links, self.divided, self.runs, self.posed = other.links, other.divided, other.runs, other.posed
+        self.posed_in_all = other.posed_in_all
 
     def links_on(self, layout: MeshLayout) -> Links:
         """The prices of a layout."""
@@ -74,8 +77,11 @@ class CandidateProblems:
 
     def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
         """The stage problem of one candidate under one sharding."""
+        return self._problem_of(candidate, self._runs(candidate, sharded))
+
+    def _problem_of(self, candidate: Candidate, runs: tuple[UnitRun, ...]) -> StageProblem:
         return StageProblem(
-            runs=self._runs(candidate, sharded),
+            runs=runs,
             schedule=candidate.schedule,
             num_ranks=candidate.layout.pipeline,
             num_chunks=candidate.num_chunks,
@@ -94,6 +100,18 @@ class CandidateProblems:
             self.posed[key] = sharded, PosedProblem(self.problem(candidate, sharded))
         return self.posed[key][1]
 
+    def bound_of_ways(self, candidate: Candidate, sharded: Sharded, cutoff: float) -> float:
+        """Lower bound of a candidate however ZeRO divides: of a problem whose units choose among all ways at once; 0
+        where there is one way, or devices are unequal."""
+        layouts = self.zero_layouts(candidate.layout)
+        if len(layouts) == 1 or self.cluster.has_unequal_devices:
+            return 0.0
+        key = candidate, id(sharded)
+        if key not in self.posed_in_all:
+            problem = self._problem_of(candidate, self._runs_in_all(candidate, sharded))
+            self.posed_in_all[key] = sharded, PosedProblem(problem)
+        return self.posed_in_all[key][1].quick_bound(cutoff)
+
     def on_ranks(self, candidate: Candidate, sharded: Sharded) -> tuple[RankPrices, ...]:
         """By pipeline rank, what units cost there; ranks are alike."""
         return (RankPrices(self.setting(candidate), sharded.figures),) * candidate.layout.pipeline
@@ -106,10 +124,23 @@ class CandidateProblems:
         """Of unequal devices, by pipeline rank, which they are and the bytes that a plan may take on each."""
         return ()
 
+    def _runs_in_all(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
+        """``_runs`` with the choices of all ways in which ZeRO may divide."""
+        key = (*self._key_of_runs(candidate, sharded), "in all")
+        if key not in self.runs:
+            layouts = self.zero_layouts(candidate.layout)
+            ways = [self._runs(replace(candidate, layout=layout), sharded) for layout in layouts]
+            self.runs[key] = (sharded, with_all_choices(ways))
+        return self.runs[key][1]
+
+    def _key_of_runs(self, candidate: Candidate, sharded: Sharded) -> tuple[object, ...]:
+        """What the choices of a chain of units depend on; where its ends lie, only if units share weights."""
+        ends_together = sharded.has_tied_weights and SCHEDULES[candidate.schedule].placement == "vee"
+        return id(sharded), candidate.layout, candidate.num_microbatches > 1, ends_together
+
     def _runs(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
         """The chain of units with all choices, cached for all schedules with the same setting."""
-        setting = self.setting(candidate)
-        key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.ends_together)
+        key = self._key_of_runs(candidate, sharded)
         if key not in self.runs:
-            self.runs[key] = (sharded, unit_runs(sharded.figures, setting))
+            self.runs[key] = (sharded, unit_runs(sharded.figures, self.setting(candidate)))
         return self.runs[key][1]

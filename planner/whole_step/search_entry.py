@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.pipeline_ilp.stage_problem import StageProblem
 from planner.pipeline_ilp.stage_proofs import Proofs
 from planner.whole_step.candidates.candidates import Candidate, Family
 from planner.whole_step.costs.level_one import Sharded
+
+#: Stages that bound a candidate no further than to the cutoff, by the place of the stage after them.
+CUT_OFF = (3, 6, 7)
 
 
 @dataclass(eq=False)
@@ -26,6 +29,8 @@ class SearchEntry:
     #: How many of those copy gradients.
     copied: float = 0.0
     effort: float = 0.0
+    #: Whether the candidate's layout says over how many ranks ZeRO divides; before its stages are bounded it need not.
+    is_divided: bool = False
     #: Where the entry stands for all candidates of a family.
     family: Family | None = None
     proofs: Proofs = field(default_factory=Proofs)
@@ -39,3 +44,8 @@ class SearchEntry:
         other = object.__new__(SearchEntry)
         other.__dict__.update(self.__dict__)
         return other
+
+
+def redone(entry: SearchEntry) -> SearchEntry:
+    """A pruned entry before the stage that pruned it, which may bound it further under a later cutoff."""
+    return replace(entry, stage=entry.stage - 1) if entry.stage in CUT_OFF else entry

@@ -125,7 +125,7 @@ class UnequalSearch(Search):
     def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         """The same; bounds hold for one sharding from here on. Where samples alone are divided there is no other."""
         candidate = entry.candidate
-        if not _divides_samples_alone(candidate):
+        if entry.is_divided and not _divides_samples_alone(candidate):
             self.of_all_shardings[candidate] = max(entry.bound, self.of_all_shardings.get(candidate, 0.0))
         yield from super()._bound_stages(entry)
 

@@ -18,23 +18,20 @@ from itertools import pairwise
 
 from cost_models import CostModel
 from cost_models.memory import zero_state_bytes
-from cost_models.schedules import in_flight
+from cost_models.schedules import in_flight, rank_of_chunk
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, divisors
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.hulls import hull
 from planner.whole_step.costs.least_passes import StageSeconds, least_beside, stage_seconds
 from planner.whole_step.costs.least_received import least_received, seconds_to_receive
+from planner.whole_step.costs.least_recompute import ROUNDING, Savings
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.parameter_passes import least_gradient_bytes
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.split_fills import PhaseSeconds, operator_seconds
 from planner.whole_step.costs.step_prices import CONTEXT, TENSOR
 from planner.whole_step.costs.unit_figures import UnitFigures
-
-#: Relative slack for sums of bytes.
-ROUNDING = 1e-9
-
 
 #: Devices from which on so many tensor sizes stand beside a context axis that its conversions are worth pricing apart.
 SHARED_FROM = 256
@@ -79,31 +76,6 @@ class _Least:
     peak: float
 
 
-@dataclass(frozen=True)
-class _Savings:
-    """Of the undivided model: the largest of the units' least peaks; (copies, bytes saved at most) of every unit; and
-    (seconds a byte, bytes, seconds) of all steps from there to its leanest policies, least a byte first."""
-
-    peak: float
-    most: tuple[tuple[int, float], ...]
-    steps: tuple[tuple[float, float, float], ...]
-
-    @staticmethod
-    def of(sharded: Sharded) -> _Savings:
-        most: list[tuple[int, float]] = []
-        steps: list[tuple[float, float, float]] = []
-        for figures in sharded.figures:
-            edge = hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
-            count = figures.unit.count
-            most.append((count, edge[0][0]))
-            steps += [
-                ((cost - less) / max(1.0, saved_bytes - fewer), count * (saved_bytes - fewer), count * (cost - less))
-                for (saved_bytes, less), (fewer, cost) in pairwise(edge)
-            ]
-        peak = max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures)
-        return _Savings(peak, tuple(most), tuple(sorted(steps)))
-
-
 class Bounds:
     """Lower bounds of the candidates of one search, cached by cut.
 
@@ -115,17 +87,19 @@ class Bounds:
         self.priced_cuts = PricedCuts()
         #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
         self.conversions: defaultdict[int, PricedCuts] = defaultdict(PricedCuts)
+        #: Seconds of cuts on the context axis alone, by how many neighbours lie inside of each of its places.
+        self.apart: defaultdict[int, PricedCuts] = defaultdict(PricedCuts)
         self.impossible: set[Cut] = set()
         self._zero: dict[MeshLayout, list[tuple[float, float]]] = {}
         self._stages: dict[MeshLayout, list[list[StageSeconds]]] = {}
         self._passes: dict[tuple[MeshLayout, int], float] = {}
         self._leasts: dict[int, _Least | None] = {}
-        self._savings: dict[int, _Savings | None] = {}
+        self._savings: dict[int, Savings | None] = {}
         self._experts: dict[Cut, float] = {}
         #: Lower bound of each device's memory shortfall in bytes, set when no recompute policy or ZeRO stage fits.
         self.missing = 0.0
-        self._missing: dict[tuple[object, ...], float] = {}
-        self._recompute: dict[tuple[object, ...], float] = {}
+        #: Seconds and missing bytes.
+        self._recompute: dict[tuple[object, ...], tuple[float, float]] = {}
         self._gradients: dict[tuple[int, ...], float] = {}
         self._undivided: dict[int, PhaseSeconds] = {}
         #: Of every unit, where a pipeline may be cut.
@@ -222,27 +196,22 @@ class Bounds:
         return sharded.figures
 
     def recompute(self, candidate: Candidate, memory: float) -> float:
-        """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device.
+        """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device: see
+        ``planner.whole_step.costs.least_recompute``. Infinite if even the leanest policies do not fit.
 
         It adds to every bound of the rest: recomputed operators run again, divided over no more devices.
-
-        A relaxation: undivided operators over the number of devices, the least state, the fewest micro-batches in
-        flight anywhere, the memory of all ranks pooled, and fractions of layers under each policy (a linear knapsack,
-        solved by taking first what saves most bytes a second). Infinite if even the leanest policies do not fit.
         """
         layout = candidate.layout
-        held = in_flight(
-            candidate.schedule,
-            num_ranks=layout.pipeline,
-            num_microbatches=candidate.num_microbatches,
-            num_chunks=candidate.num_chunks,
-        )
-        key = (candidate.cut, layout.pipeline, layout.num_devices, min(held))
+        held = _fewest_in_flight(candidate.schedule, layout.pipeline, candidate.num_microbatches, candidate.num_chunks)
+        key = (candidate.cut, layout.num_devices, held)
         if key not in self._recompute:
-            self._recompute[key] = self._knapsack(candidate, min(held), memory)
-            self._missing[key] = self.missing
-        self.missing = self._missing[key]
-        return self._recompute[key]
+            savings, least = self._savings_of(candidate.cut.pieces), self._least(candidate.cut.pieces)
+            self._recompute[key] = math.inf, 0.0
+            if savings is not None and least is not None:
+                state = least.state * layout.pipeline / layout.num_devices
+                self._recompute[key] = savings.least_recomputed(held, memory, state=state, parts=layout.num_parts)
+        seconds, self.missing = self._recompute[key]
+        return seconds
 
     def gradients(self, candidate: Candidate, prices: CostModel) -> float:
         """Lower bound of the seconds in which one micro-batch's gradients are copied and added up, over all stages.
@@ -282,34 +251,11 @@ class Bounds:
             self._undivided[pieces] = operator_seconds(sharded.figures)
         return self._undivided[pieces]
 
-    def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
-        layout, savings = candidate.layout, self._savings_of(candidate.cut.pieces)
-        if savings is None:
-            return math.inf
-        ways = layout.num_parts
-        least = self._least(candidate.cut.pieces)
-        assert least is not None  # there is a sharding
-        room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
-        room -= savings.peak / ways
-        for count, saved_bytes in savings.most:
-            room -= count * held * saved_bytes / ways
-        seconds = 0.0
-        for _, freed, cost in savings.steps:
-            if room >= 0:
-                break
-            share = min(1.0, -room * ways / (held * freed)) if freed else 0.0
-            room += share * held * freed / ways
-            seconds += share * cost
-        if room < -ROUNDING * memory:
-            self.missing = -room / layout.pipeline
-            return math.inf
-        return seconds / ways
-
-    def _savings_of(self, pieces: int) -> _Savings | None:
+    def _savings_of(self, pieces: int) -> Savings | None:
         """What recomputing saves of the undivided model, worked out once; None if nothing divides the batch so."""
         if pieces not in self._savings:
             sharded = self.level_one.alone(Cut(pieces))
-            self._savings[pieces] = None if sharded is None else _Savings.of(sharded)
+            self._savings[pieces] = None if sharded is None else Savings.of(sharded.figures)
         return self._savings[pieces]
 
     def scaled(self, cut: Cut) -> float:
@@ -321,7 +267,9 @@ class Bounds:
         """
         least = self.priced_cuts.most(cut)
         if cut.expert > 1:
-            return max(least, self.whole(cut), self._beside(cut, self.rest.scaled))
+            return max(
+                least, self.whole(cut), self._beside(cut, self.rest.scaled), self._beside(cut, self._apart(cut).most)
+            )
         if cut.context == 1 or cut.tensor == 1 or not self.context_first:
             return least
         tensor = self.priced_cuts.most(Cut(cut.pieces, 1, cut.tensor)) / cut.context
@@ -333,8 +281,7 @@ class Bounds:
         """The bound of ``scaled`` after also solving each axis by itself, on its best links; stops at ``enough``."""
         least = self.scaled(cut)
         if cut.expert > 1:
-            room = enough - self._experts[cut]
-            return max(least, self._beside(cut, lambda merged: self.rest.by_axis(merged, room)))
+            return max(least, self._by_axis_beside_experts(cut, enough))
         for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
             for part in self._telling_parts(size):
                 if least >= enough:
@@ -350,6 +297,26 @@ class Bounds:
         along = Cut(cut.pieces, cut.context)
         self.conversions[cut.tensor].add(along, self.level_one.beside(along, cut.tensor))
         return max(least, self.scaled(cut))
+
+    def _by_axis_beside_experts(self, cut: Cut, enough: float) -> float:
+        """``by_axis`` of all but experts; the context axis lies around that of experts, so it is priced there."""
+        room = enough - self._experts[cut]
+        if cut.context == 1 or not self.level_one.has_one_place(cut):
+            return self._beside(cut, lambda merged: self.rest.by_axis(merged, room))
+        along = Cut(cut.pieces * cut.expert, cut.context)
+        sharded = self.rest.level_one.apart(along, cut.expert * cut.tensor)
+        if sharded is None:
+            return math.inf
+        self._apart(cut).add(along, sharded.without_samples)
+        least = self._beside(cut, self._apart(cut).most)
+        if cut.tensor == 1 or least >= enough:
+            return least
+        across = self._beside(cut, lambda merged: self.rest.by_axis(merged._replace(context=1), room) / cut.context)
+        return max(least, across)
+
+    def _apart(self, cut: Cut) -> PricedCuts:
+        """Of all but experts, cuts on a context axis that lies on the ranks as that of ``cut`` does."""
+        return self.rest.apart[cut.expert * cut.tensor]
 
     def _telling_parts(self, size: int) -> list[int]:
         """Sizes of an axis whose own programs bound one of ``size`` devices: that alone if it lies within a node; else,
@@ -418,6 +385,17 @@ class Bounds:
             if cut.context > 1:
                 self.conversions[1].add(cut, sharded.between)
         return seconds
+
+
+@functools.lru_cache(maxsize=4096)
+def _fewest_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int) -> tuple[float, ...]:
+    """By rank, the micro-batches in flight in the chunk that has fewest of them when the rank holds most."""
+    held = in_flight(schedule, num_ranks=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    fewest = [math.inf] * ranks
+    for chunk, times in enumerate(held):
+        rank = rank_of_chunk(schedule, chunk, num_ranks=ranks, num_chunks=num_chunks)
+        fewest[rank] = min(fewest[rank], times)
+    return tuple(fewest)
 
 
 def _copying(num_bytes: float, prices: CostModel) -> float:

@@ -69,6 +69,11 @@ class Sharded:
         """Of every unit, in model order."""
         return unit_figures(self.space, self.step_units, self.variant)
 
+    @functools.cached_property
+    def has_tied_weights(self) -> bool:
+        """Whether several units use one parameter."""
+        return any(len(weight.uses) > 1 for figures in self.figures for weight in figures.weights)
+
     def is_same(self, other: Sharded) -> bool:
         """Whether every unit costs the same under another sharding of the same cut; equal assignments tell sooner."""
         if self.seconds != other.seconds:
@@ -130,7 +135,10 @@ class LevelOne:
     def without_experts(self) -> LevelOne:
         """The same at no cost for all that an axis of experts divides otherwise than a data axis."""
         space = replace(self.space, without_experts=True)
-        return LevelOne(self.cluster, space, self.step_units, _of_states=self._of_states, _pool=self._pool)
+        return LevelOne(
+            self.cluster, space, self.step_units,
+            _of_states=self._of_states, _computed=self._computed, _pool=self._pool,
+        )  # fmt: skip
 
     @property
     def num_programs(self) -> int:
@@ -238,6 +246,17 @@ class LevelOne:
     def may_be_better_elsewhere(self, cut: Cut) -> bool:
         """Whether a context axis may be faster beside a tensor axis than among neighbours."""
         return cut.context > 1 and self.cluster.has_direct_links
+
+    def has_one_place(self, cut: Cut) -> bool:
+        """Whether the context axis of ``cut`` has the same links under all layouts: around those that lie inside."""
+        return not self.may_be_better_elsewhere(cut) and not self.cluster.has_unequal_devices
+
+    def apart(self, cut: Cut, inside: int) -> Sharded | None:
+        """The fastest sharding for a cut of the batch and the context axis, on the links that this has where ``inside``
+        neighbours lie between two of its places."""
+        layout = MeshLayout(1, self.cluster.num_devices // cut.context // inside, cut.context, inside)
+        key = (cut, self._place(cut.context, inside), self._place(1, 1), layout.group > 1)
+        return self._sharded_at(key, cut, layout, self.links_on(layout), weight=0.0)
 
     def beside(self, cut: Cut, tensor: int) -> float:
         """Seconds of the conversions of a context axis alone, on the links that it has beside ``tensor`` devices.

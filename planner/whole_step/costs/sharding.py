@@ -331,7 +331,7 @@ def _problem(
     )  # fmt: skip
     roles = Roles(fixed=fixed, whole_states=STATE_AXES, used_states=(EXPERT,))
     fill_options(problem, pricing, offers=space.offers, bound_frozen=False, roles=roles)
-    problem = _without_samples(problem, space.followed.labels, problem.mesh.names.index(searched))
+    _leave_samples_whole(problem, space.followed.labels, problem.mesh.names.index(searched))
     if space.without_experts:
         problem = _unpriced(problem, space.expert_nodes | space.state_nodes)
     if space.rules is not None and cut.tensor > 1:
@@ -339,20 +339,14 @@ def _problem(
     return _pinned(problem, space.pins) if space.pins else problem
 
 
-def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> Problem:
-    """The problem without options that divide samples on the searched axis: the data axis does that."""
+def _leave_samples_whole(problem: Problem, labels: Mapping[str, str], axis: int) -> None:
+    """Drop options that divide samples on the searched axis: the data axis does that."""
     if problem.mesh.sizes[axis] == 1:
-        return problem
-    elements = {
-        name: replace(
-            element,
-            options=[o for o in element.options if o.labels[axis] != labels.get(name) or not o.cut_axes[axis]],
-        )
-        if element.kind == "op"
-        else element
-        for name, element in problem.elements.items()
-    }
-    return replace(problem, elements=elements)
+        return
+    for name, element in problem.elements.items():
+        if element.kind == "op":
+            label = labels.get(name)
+            element.options = [o for o in element.options if o.labels[axis] != label or not o.cut_axes[axis]]
 
 
 def _unpriced(problem: Problem, nodes: frozenset[str]) -> Problem:

@@ -82,6 +82,22 @@ def unit_runs(figures: Sequence[UnitFigures], setting: StageSetting) -> tuple[Un
     return tuple(_run(unit_figures, index, setting) for index, unit_figures in enumerate(figures))
 
 
+def with_all_choices(ways: Sequence[Sequence[UnitRun]]) -> tuple[UnitRun, ...]:
+    """The chain of units with the choices that it has under any of several ways in which ZeRO divides; those of ZeRO 0,
+    which divides nothing, are the same under all."""
+    undivided = f"zero-{ZERO_STAGES[0]}"
+    return tuple(
+        replace(
+            alike[0],
+            choices=(
+                *alike[0].choices,
+                *(choice for run in alike[1:] for choice in run.choices if choice.label[1] != undivided),
+            ),
+        )
+        for alike in zip(*ways, strict=True)
+    )
+
+
 def with_tied_copies(figures: Sequence[UnitFigures], *, ends_together: bool = False) -> tuple[UnitFigures, ...]:
     """The figures with every tied parameter counted in each unit that uses it, for users on different ranks.
 
