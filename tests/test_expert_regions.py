@@ -10,9 +10,12 @@ import planner
 import runtime.kernels  # noqa: F401  (registers the fused operators)
 from passes.fuse import fuse
 from passes.ir.graph import Node, Value
+from passes.rules import rule_for
 from passes.rules.expert_rules import is_experts
 from passes.rules.kinds import matmul_shape
+from planner.whole_step.costs.expert_regions import expert_regions
 from tests.capture_parity import assert_parity
+from tests.chain_graphs import GraphMaker
 from tests.expert_families import ByHand, CapacityDispatch, MaskedLoop, family_batch
 from tests.expert_regions import (
     BlockDiagonal,
@@ -99,3 +102,14 @@ def test_a_region_of_experts_is_priced_by_the_audit_alike(layer: type[nn.Module]
     model = by_hand(layer)
     plan = planner.plan(model, mesh="dp=2,ep=2", example_inputs=family_batch(), fix={"zero": 1})
     assert planner.audit(plan, model, example_inputs=family_batch()).ok
+
+
+def test_rows_behind_many_residual_connections_are_looked_at_once() -> None:
+    """Forty of them lead back to their input in 2⁴⁰ ways."""
+    maker = GraphMaker()
+    rows = maker.input("x", (4, 8, 16))
+    for _ in range(40):
+        rows = maker.call("add.Tensor", rows, maker.call("mul.Tensor", rows, 2.0))
+    product = maker.call("bmm", rows, maker.weight("experts", (4, 16, 16)), name="product")
+    regions = expert_regions(maker.graph(product), {"experts"}, rules=rule_for)
+    assert regions.demanded == {"product"} and len(regions.labels) == 1 + 2 * 40

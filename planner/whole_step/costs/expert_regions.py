@@ -161,7 +161,7 @@ class _Finder:
 
     def _sources(self, node: Node, rule: ShardingRule, factor: str) -> Iterator[tuple[Node, str]]:
         """What makes the rows of a product of experts, through operators all of whose operands have the dim."""
-        pending = [(node, rule, factor)]
+        pending, visited = [(node, rule, factor)], set[tuple[str, str]]()
         while pending:
             node, rule, factor = pending.pop()
             for name, dim in _with_factor(node.inputs, rule.inputs, factor):
@@ -175,6 +175,9 @@ class _Finder:
                 factors = rule_of_maker.outputs[place][dim]
                 if not factors or self._label(maker, rule_of_maker, factors[0]) is None:
                     continue
+                if (maker.name, factors[0]) in visited:  # residual connections lead back to it, many times over
+                    continue
+                visited.add((maker.name, factors[0]))
                 yield maker, factors[0]
                 rows = [each for each in maker.inputs if self._is_of_samples(each)]
                 carried = {each for each, _ in _with_factor(maker.inputs, rule_of_maker.inputs, factors[0])}
