@@ -24,10 +24,10 @@ IN_FLIGHT = st.lists(st.integers(1, 12).map(lambda times: times / 2), min_size=1
 @given(held=IN_FLIGHT, filled=st.floats(0.0, 1.0), seed=st.integers(0, 2**16))
 def test_no_share_of_state_among_ranks_leaves_more_room(held: list[float], filled: float, seed: int) -> None:
     memory, draw = 8.0, random.Random(seed)
-    taken = filled * memory * len(held)
-    room, growth = room_to_save(held, memory, taken)
+    occupied = filled * memory * len(held)
+    room, growth = room_to_save(held, memory, occupied)
     for _ in range(8):
-        rest, shares = taken, []
+        rest, shares = occupied, []
         for place in draw.sample(range(len(held)), len(held)):
             least = max(0.0, rest - memory * (len(held) - len(shares) - 1))
             shares.append(draw.uniform(least, min(rest, memory)))
@@ -37,7 +37,7 @@ def test_no_share_of_state_among_ranks_leaves_more_room(held: list[float], fille
         assert rest == pytest.approx(0.0, abs=1e-9)
         assert sum((memory - share) / times for share, times in zip(shares, of_ranks)) <= room + 1e-9
     more = draw.uniform(0.0, 20.0)
-    assert room_to_save(held, memory + more, taken).num_bytes <= room + more * growth + 1e-9
+    assert room_to_save(held, memory + more, occupied).num_bytes <= room + more * growth + 1e-9
 
 
 def test_ranks_with_most_in_flight_hold_the_state() -> None:
@@ -80,20 +80,20 @@ def test_more_micro_batches_in_flight_leave_less_room() -> None:
     model = level_one("6-block mlp", "eight")
     fixed = {"pp": 4, "zero": 0, "cp": 1, "tp": 1}
     search = Search(model, model.cluster, read_demands(fixed, time_limit=60.0))
-    found = {}
+    by_schedule = {}
     units = sum(unit.count for unit in model.step_units.units)
     for each in candidates(model.cluster, global_batch=model.global_batch, num_units=units, demands=search.demands):
         if each.chunks_per_rank == 1 and each.num_microbatches >= 4:
-            found[each.schedule, each.num_microbatches, each.cut] = each
-    schedules = {schedule for schedule, _, _ in found}
+            by_schedule[each.schedule, each.num_microbatches, each.cut] = each
+    schedules = {schedule for schedule, _, _ in by_schedule}
     assert {"1f1b", "zb_h1"} <= schedules
-    for (schedule, num_microbatches, cut), each in found.items():
-        if schedule == "1f1b" and ("zb_h1", num_microbatches, cut) in found:
-            other = found["zb_h1", num_microbatches, cut]
-            finite = 0
+    for (schedule, num_microbatches, cut), each in by_schedule.items():
+        if schedule == "1f1b" and ("zb_h1", num_microbatches, cut) in by_schedule:
+            other = by_schedule["zb_h1", num_microbatches, cut]
+            num_less = 0
             for memory in (1e4 * 1.05**step for step in range(200)):
                 bounds = Bounds(model, search.demands.training)  # of one memory each
                 one, two = bounds.recompute(each, memory), bounds.recompute(other, memory)
                 assert one <= two
-                finite += one < two
-            assert two == 0.0 and finite
+                num_less += one < two
+            assert two == 0.0 and num_less

@@ -173,11 +173,11 @@ class _Finder:
                     continue
                 place = [value.name for value in maker.outputs].index(name)
                 factors = rule_of_maker.outputs[place][dim]
-                if not factors or self._label(maker, rule_of_maker, factors[0]) is None:
-                    continue
-                if (maker.name, factors[0]) in visited:  # residual connections lead back to it, many times over
+                if not factors or (maker.name, factors[0]) in visited:  # residual connections lead back many times over
                     continue
                 visited.add((maker.name, factors[0]))
+                if self._label(maker, rule_of_maker, factors[0]) is None:
+                    continue
                 yield maker, factors[0]
                 rows = [each for each in maker.inputs if self._is_of_samples(each)]
                 carried = {each for each, _ in _with_factor(maker.inputs, rule_of_maker.inputs, factors[0])}

@@ -36,9 +36,9 @@ class Room(NamedTuple):
     growth: float
 
 
-def room_to_save(held: Sequence[float], memory: float, taken: float) -> Room:
-    """(room): ``held`` are the micro-batches in flight on each rank, ``taken`` what state and peaks take in all."""
-    room, rest, least = 0.0, taken, 0.0
+def room_to_save(held: Sequence[float], memory: float, occupied: float) -> Room:
+    """(room): ``held`` are the micro-batches in flight on each rank, ``occupied``: bytes of state and peaks in all."""
+    room, rest, least = 0.0, occupied, 0.0
     for in_flight in sorted(held, reverse=True):
         here = min(rest, memory)
         rest -= here
