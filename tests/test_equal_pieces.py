@@ -55,6 +55,11 @@ def turned(q: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], v: tuple[to
     return fused(q, (*k[1:], k[0]), v)
 
 
+def unequal(q: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Queries meet more keys in one piece than in another."""
+    return fused(q, *(torch.cat(each, dim=2).split([3, 4, 5], dim=2) for each in (k, v)))
+
+
 def scaled(q: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Every piece has a scale of its own."""
     pieces = enumerate(zip(q, k, v))
@@ -91,6 +96,7 @@ def test_equal_pieces_are_one_call(attend: Callable[..., torch.Tensor], operator
     [
         (fused, (3, 4, 5), "scaled_dot_product_attention"),
         (turned, SIZES, "scaled_dot_product_attention"),
+        (unequal, SIZES, "scaled_dot_product_attention"),
         (scaled, SIZES, "scaled_dot_product_attention"),
         (over_pieces, SIZES, "softmax"),
     ],
