@@ -31,8 +31,10 @@ def run_on_ranks(worker: str, world_size: int, payload: Any, *, timeout: float =
         if not answer_file.exists():
             try:
                 answered = {"result": json.loads(_answer_of_ranks(worker, world_size, text, timeout))}
-            except AssertionError as error:  # not tried again for every test that asks
-                answered = {"failure": str(error)}
+            except AssertionError as error:  # not tried again for every test that asks, nor said again at length
+                first_line = next(iter(str(error).splitlines()), "")
+                answer_file.write_text(json.dumps({"failure": f"{first_line}; an earlier test says more"}))
+                raise
             answer_file.write_text(json.dumps(answered), encoding="utf-8")
     answered = json.loads(answer_file.read_text(encoding="utf-8"))
     assert "failure" not in answered, answered["failure"]
@@ -74,7 +76,9 @@ def run_script(
     codes = _server().run(script, folder, environments, arguments=arguments, timeout=timeout)
     written = [(folder / f"log{rank}").read_text() for rank in range(len(environments))]
     if any(code != 0 for code in codes):
-        said = "\n".join(f"--- rank {rank} ---\n{text[-8000:]}" for rank, text in enumerate(written))
+        # Whoever ended by a signal comes last: the end of a long message is what a log shows.
+        order = sorted(range(len(codes)), key=lambda rank: (codes[rank] or 0) < 0)
+        said = "\n".join(f"--- rank {rank} ---\n{written[rank][-8000:]}" for rank in order)
         raise AssertionError(f"ranks ended with {codes} (None: not within {timeout} s)\n{said}")
     return written
 

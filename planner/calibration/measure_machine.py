@@ -22,6 +22,7 @@ from planner.calibration.collective_cases import COLLECTIVES, LinkGroups, link_g
 from planner.calibration.measured_call import SAME, MeasuredCall, read_calls, write_calls
 from planner.calibration.operator_cases import OperatorCase, launch, operator_cases
 from runtime.launch.process import Process, init
+from runtime.program_tools.adapters import apply_adapters
 
 #: Seconds that one call may take, as predicted from those before it: longer ones are left out.
 MOST_SECONDS, MOST_SECONDS_QUICK = 0.5, 0.01
@@ -75,6 +76,7 @@ def profile_machine(
     check_writable(path)
     is_joined = dist.is_initialized()
     process = init(device=device)
+    apply_adapters()  # as programs call collectives
     try:
         _measure_and_fit(_Run.of(process, path, quick=quick, listener=listener), path, name=name, fresh=fresh)
     finally:

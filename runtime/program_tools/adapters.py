@@ -9,6 +9,7 @@ import spmd_types
 import torch
 import torch.distributed as dist
 
+from runtime.torch_compat.gloo_gathers import gather_under_a_short_name
 from runtime.torch_compat.process_groups import exchanges_lists
 from runtime.torch_compat.spmd_internals import (
     accept_any_stride_in_all_reduce,
@@ -28,6 +29,7 @@ def apply_adapters() -> None:
     accept_any_stride_in_all_reduce()
     send_nothing_over_one_rank()
     reduce_as_autocast_computes()
+    gather_under_a_short_name()
     spmd_types.set_dist(_Distributed())
     # It calls functions under the names they have in torch 2.11; later versions warn at each call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"spmd_types(\.|$)")
