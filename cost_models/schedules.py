@@ -61,10 +61,11 @@ class Schedule:
         splits_backward: whether some backward passes run as input gradients ("I") and, later, weight gradients ("W").
         splits_all: whether all of them do.
         fills: what each rank adds to the fill and drain of the pipeline, the largest of these (φF, φB, φW): φF seconds
-            of forward, φB of input gradients and φW of weight gradients (see ``cost_models.step_time``).
+            of forward, φB of input gradients and φW of weight gradients (see ``cost_models.step_time``); of a schedule
+            that is played about that, to rank choices by.
         divided: whether fill and drain shrink by the number of chunks a rank holds.
-        played: for how many micro-batches a rank the pipeline takes no less than the longest path of the order, those
-            beyond as long as the busiest rank; 0 where the closed form is enough.
+        played: for how many micro-batches a rank the pipeline takes the longest path of the order, those beyond as long
+            as the busiest rank; 0 where the fills are enough.
         order: of a registered schedule: (rank, ranks, micro-batches, chunks a rank) → the rank's actions.
     """
 

@@ -53,42 +53,26 @@ def test_zb_h2_equals_the_simulation_on_equal_chunks(
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds) == pytest.approx(busy + bubble)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), SECONDS, SECONDS, SECONDS)
-def test_v_half_equals_the_simulation_on_equal_chunks_whatever_their_proportions(
-    num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
+PLAYED = ["zbv", "v_half", "dualpipev"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(PLAYED), st.sampled_from([1, 2, 3, 4, 8]), st.integers(2, 3), SECONDS, SECONDS, SECONDS)
+def test_two_chunks_a_rank_equal_the_simulation_on_equal_chunks_whatever_their_proportions(
+    schedule: str, num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
 ) -> None:
-    """The fill that bounds it is no more than its order plays."""
-    step = step_in_rounds("v_half", num_ranks, rounds, forward, inputs, weights)
+    step = step_in_rounds(schedule, num_ranks, rounds, forward, inputs, weights)
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from([1, 2, 3, 4, 6]), st.integers(2, 4), st.floats(0.6, 1.0), st.floats(1.0, 2.4), st.floats(0.7, 1.2)
-)
-def test_zbv_equals_the_simulation_on_equal_chunks_of_usual_proportions(
-    num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
+@given(st.sampled_from(PLAYED), st.sampled_from([2, 4, 8]), st.integers(4, 8), SECONDS, SECONDS, SECONDS)
+def test_micro_batches_beyond_those_that_are_played_take_what_the_busiest_rank_does(
+    schedule: str, num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
 ) -> None:
-    inputs = min(max(inputs, weights, forward), 2 * weights)
-    step = step_in_rounds("zbv", num_ranks, rounds, forward, inputs, weights)
+    """Of PyTorch's orders on equal chunks. V-Half's ranks wait in their steady state: all of it is played."""
+    step = step_in_rounds(schedule, num_ranks, rounds, forward, inputs, weights)
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(2, 4), st.floats(1.0, 2.4), st.floats(0.7, 1.0))
-def test_dualpipev_is_at_most_four_percent_above_the_simulation_on_equal_chunks(
-    num_ranks: int, rounds: int, inputs: float, weights: float
-) -> None:
-    step = equal_step(
-        "dualpipev",
-        num_ranks=num_ranks,
-        num_microbatches=num_ranks * rounds,
-        backward=inputs + weights,
-        backward_weight=weights,
-    )
-    simulated = simulate(step).seconds
-    assert simulated * (1 - 1e-9) <= step_seconds(step).total <= 1.04 * simulated
 
 
 @settings(deadline=None, max_examples=60)
@@ -116,7 +100,7 @@ def test_rounds_that_differ_play_no_quicker(num_ranks: int, m: int, data: st.Dat
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(["zbv", "v_half", "dualpipev"]), st.sampled_from([2, 3, 4, 5]), st.integers(2, 3), st.data())
+@given(st.sampled_from(PLAYED), st.sampled_from([2, 3, 4, 5]), st.integers(2, 3), st.data())
 def test_two_chunks_a_rank_are_priced_as_their_order_plays_however_uneven_they_are(
     schedule: str, num_ranks: int, m: int, data: st.DataObject
 ) -> None:
@@ -127,7 +111,7 @@ def test_two_chunks_a_rank_are_priced_as_their_order_plays_however_uneven_they_a
         for forward, inputs, weight in drawn
     )
     step = PipelineStep(schedule=schedule, num_microbatches=m * num_ranks, num_ranks=num_ranks, chunks=chunks)
-    assert step_seconds(step).total >= simulate(step).seconds * (1 - 1e-9)
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
     path = played_path(step)
     assert path is not None
     assert path.seconds == pytest.approx(simulate(step).seconds)

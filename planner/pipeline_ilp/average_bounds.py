@@ -122,7 +122,7 @@ def _weightings(
     fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
     times = float(num_microbatches)
     if schedule.splits_backward:
-        for row in schedule.fills:
+        for row in () if schedule.played else schedule.fills:
             forward, backward, weight = ((p - 1) / p * value for value in row)
             fills.append((forward, backward, weight - backward))
     else:

@@ -14,7 +14,7 @@ Variables::
     f[k], b[k]           seconds of a micro-batch in chunk k, forward and backward
     L, T, U ≥ 0          seconds of a micro-batch; the tail; the update
     L[j] ≥ 0             the longest chunk of round j < v, chunks j·p … (j+1)·p-1                 (interleaved 1F1B)
-    G, E ≥ 0             what filling and draining adds to m·L; to m·L and the fill of a split backward
+    G ≥ 0                what filling and draining adds to m·L
     y[r,j] ∈ {0,1}       rank r holds a unit whose peak is at least the j-th level Q(j)
 
 Program::
@@ -22,7 +22,7 @@ Program::
     minimise   m·L + G + T + U                                                                         (objective)
         one chunk a rank, whole backward:  G = Σ_k (f[k] + b[k]) - L
         interleaved 1F1B:                  G ≥ Σ_{k of round j} (f[k] + b[k]) - L[j]       every round j    (fill)
-        split backward:                    G = Σ_k g[k] + E,   g[k] ≥ 0,
+        split backward:                    G = Σ_k g[k],   g[k] ≥ 0,
                                            g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])   every φ
         two chunks a rank (of M played):   m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
                                            every path through the order, of F, I and W actions of chunk k

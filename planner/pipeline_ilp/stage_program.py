@@ -280,20 +280,19 @@ def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequenc
 
 
 def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
-    """(fill) of a split backward: the published bubble, plus E, which a path through the order may add."""
+    """(fill) of a split backward: the published bubble, or what paths through the order add to m·L."""
     problem, program = stage.problem, stage.program
     ranks, m = problem.num_ranks, problem.num_microbatches
     schedule = SCHEDULES[problem.schedule]
     weight = stage.weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
-    fills = []
+    if schedule.played:
+        stage.pipeline = Linear([(largest, float(m)), (program.variable(1.0), 1.0)])
+        return
     for chunk in range(problem.num_chunks):
-        fills.append(program.variable((ranks - 1) / ranks))
+        fill = program.variable((ranks - 1) / ranks)
         for on_forward, on_inputs, on_weight in schedule.fills:
             expression = Linear().add(forward[chunk], on_forward).add(backward[chunk], on_inputs)
-            stage.at_least(fills[-1], expression.add(weight[chunk], on_weight - on_inputs))
-    if schedule.played:
-        beyond = program.variable(1.0)
-        stage.pipeline = Linear([(largest, float(m)), (beyond, 1.0), *((fill, (ranks - 1) / ranks) for fill in fills)])
+            stage.at_least(fill, expression.add(weight[chunk], on_weight - on_inputs))
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:

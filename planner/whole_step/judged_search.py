@@ -83,8 +83,9 @@ class JudgedSearch(CappedSearch):
             return
         best = self._best_version(solution)
         self.simulated[solution.candidate] = best.report.seconds
-        # a plan's gap is of its closed form: all others are bounded as far as its own candidate is
-        limit = max(best.report.seconds * (1.0 - self.demands.gap), solution.stages.bound)
+        # a plan's gap is of its closed form: all others are bounded within the gap of that, or as its own candidate is
+        seconds = max(best.report.seconds, best.solution.seconds)
+        limit = max(seconds * (1.0 - self.demands.gap), solution.stages.bound)
         self.next_limit = min(self.next_limit, limit)
         if math.isinf(self.tied):
             self.limit = self.next_limit

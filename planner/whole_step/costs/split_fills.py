@@ -1,8 +1,8 @@
 r"""How long filling and draining a pipeline takes at least under schedules that split backward passes.
 
-Such a schedule takes m·L + (p-1)/p·Σ max(0, φF·F + φI·I + φW·W) over its chunks (``cost_models.step_time``), more where
-its order is played. With the mean over ranks for L and the sum over chunks in the maximum, all of one micro-batch in
-the whole model,
+Such a schedule takes m·L + (p-1)/p·Σ max(0, φF·F + φI·I + φW·W) over its chunks (``cost_models.step_time``). Where its
+order is played uneven chunks may take less, so nothing here bounds them. With the mean over ranks for L and the sum
+over chunks in the maximum, all of one micro-batch in the whole model,
 
     step ≥ m/p·(F + I + W) + (p-1)/p·(φF·F + φI·I + φW·W)                                    every row φ       (fill)
 
@@ -111,7 +111,7 @@ def terms_of_all(
 def _rows(candidate: Candidate) -> Iterator[tuple[float, float, tuple[float, float, float]]]:
     """((p-1)/p, c, φ) of each row that the bounds hold for."""
     row, ranks = SCHEDULES[candidate.schedule], candidate.layout.pipeline
-    if not row.splits_backward:
+    if not row.splits_backward or row.played:
         return
     for on_f, on_i, on_w in row.fills:
         shift = max(0.0, -on_w)
