@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import planner
@@ -35,14 +36,14 @@ Each model of the library, 64 samples in a step; written by `python -m benchmark
 """
 
 
-def length_for(name: str) -> int:
-    """The first of ``LENGTHS`` that a batch of the model can have.
+def length_for(name: str, *, lengths: Sequence[int] = LENGTHS) -> int:
+    """The first of ``lengths`` that a batch of the model can have.
 
     Raises:
         ValueError: why it can have none.
     """
     config = load_config(name)
-    for length in (UNROLLED[name],) if name in UNROLLED else LENGTHS:
+    for length in (UNROLLED[name],) if name in UNROLLED else lengths:
         try:
             batch_fields(config, batch_size=1, seq_len=length)
         except ValueError as error:

@@ -26,13 +26,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.objective_sums import LENGTHS, length_for
 from cost_models import Cluster
 from cost_models.step import PipelineStep
 from cost_models.step_time import layer_sum
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from planner.auditing.repriced_step import reprice
-from planner.library import config_names, load_config
+from planner.library import config_names
 from planner.planning import capture_for_planning
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
@@ -118,7 +119,13 @@ def rows(
     model: str, fixes: Sequence[Mapping[str, Any]], *, global_batch: int, seq_len: int, time_limit: float
 ) -> Iterator[Row | str]:
     """One row for each of ``fixes``, or a line that says why there is no plan."""
-    graph = capture_for_planning(model, batch_size=global_batch, seq_len=min(seq_len, longest(model)))
+    try:
+        graph = capture_for_planning(
+            model, batch_size=global_batch, seq_len=length_for(model, lengths=(seq_len, *LENGTHS))
+        )
+    except ValueError as error:
+        yield f"{model:20} {error}"
+        return
     cluster = Cluster.parse(f"dgx-h100:{nodes_for(graph)}")
     for fixed in fixes:
         try:
@@ -127,14 +134,6 @@ def rows(
             yield f"{model:20} {fixed}: {error}"
             continue
         yield row(model, graph, plan, cluster)
-
-
-def longest(model: str) -> int:
-    """The longest sample that a model takes."""
-    config = load_config(model)
-    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    reserved = 2 if "roberta" in model else 0
-    return min((limit for limit in limits if limit), default=1 << 20) - reserved
 
 
 def nodes_for(graph: Graph) -> int:
