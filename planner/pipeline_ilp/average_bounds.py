@@ -96,7 +96,7 @@ def average_bounds(problem: StageProblem, units: ChainFigures | None = None) -> 
     _, backward, _, sent, _, waits = units.figures
     bases, weights, first = _weightings(
         problem.schedule, problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches,
-        waits=bool(waits.any()), sends=bool((sent - waits > backward).any()),
+        waits=bool(waits.any()), sends=bool((sent - waits > backward).any()), is_even=problem.lies_evenly,
     )  # fmt: skip
     totals = np.minimum.reduceat(weights @ units.figures, units.starts, axis=1) @ units.counts
     totals += weights[:, :2] @ received
@@ -108,21 +108,29 @@ def average_bounds(problem: StageProblem, units: ChainFigures | None = None) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _weightings(
-    schedule_name: str, ranks: int, chunks_per_rank: int, num_microbatches: int, *, waits: bool, sends: bool
+    schedule_name: str,
+    ranks: int,
+    chunks_per_rank: int,
+    num_microbatches: int,
+    *,
+    waits: bool,
+    sends: bool,
+    is_even: bool,
 ) -> tuple[tuple[float, ...], Array, NDArray[np.bool_]]:
     """Weightings that bound the step: factors of the load bound, weights of the figures (a row each), and whether the
     first reduction is added.
 
-    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
-    for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for the first layer's reduction, for what the last backward
-    ``waits``, or, where more is sent than a backward pass hides (``sends``), for that and the mean over ranks of what
-    is not hidden, in which each second of the last backward hides at most 1/p + (p-1)/(p·v).
+    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all), with the
+    fill beside this one alone where units are uneven; the fill for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for
+    the first layer's reduction, for what the last backward ``waits``, or, where more is sent than a backward pass hides
+    (``sends``), for that and the mean over ranks of what is not hidden, in which each second of the last backward hides
+    at most 1/p + (p-1)/(p·v).
     """
     p, v, schedule = ranks, chunks_per_rank, SCHEDULES[schedule_name]
     fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
     times = float(num_microbatches)
     if schedule.splits_backward:
-        for row in () if schedule.played else schedule.fills:
+        for row in schedule.fills_on(p):
             forward, backward, weight = ((p - 1) / p * value for value in row)
             fills.append((forward, backward, weight - backward))
     else:
@@ -137,6 +145,8 @@ def _weightings(
         tails.append((hides, 1 / p, 1.0 - hides))
     bases, weights, first = [], [], []
     for (forward, backward, weight), mean, (hides, sent, waiting) in itertools.product(fills, (True, False), tails):
+        if not (is_even or mean) and (forward, backward, weight) != fills[0]:
+            continue  # where units are uneven only the mean load adds to what fills a pipeline
         share = times / p if mean else 0.0
         forward, backward = forward + share, backward + share - hides
         if forward >= 0 and backward >= 0:

@@ -285,14 +285,21 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
     ranks, m = problem.num_ranks, problem.num_microbatches
     schedule = SCHEDULES[problem.schedule]
     weight = stage.weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
-    if schedule.played:
-        stage.pipeline = Linear([(largest, float(m)), (program.variable(1.0), 1.0)])
-        return
+    share, cost = (ranks - 1) / ranks, 0.0 if schedule.played else 1.0
+    filled = Linear()
     for chunk in range(problem.num_chunks):
-        fill = program.variable((ranks - 1) / ranks)
-        for on_forward, on_inputs, on_weight in schedule.fills:
+        fill = program.variable(cost * share)
+        filled.terms.append((fill, share))
+        for on_forward, on_inputs, on_weight in schedule.fills_on(ranks):
             expression = Linear().add(forward[chunk], on_forward).add(backward[chunk], on_inputs)
             stage.at_least(fill, expression.add(weight[chunk], on_weight - on_inputs))
+    if schedule.played:
+        stage.pipeline = Linear([(largest, float(m)), (program.variable(1.0), 1.0)])
+        if problem.lies_evenly:
+            filled.terms.append((largest, float(m)))
+        for load in () if problem.lies_evenly else stage.loads:
+            filled.add(load, m / ranks)
+        stage.row(Linear().add(stage.pipeline).add(filled, -1.0), lower=0.0)
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
