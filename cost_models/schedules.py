@@ -66,6 +66,7 @@ class Schedule:
         spared: forwards by which the first row falls short of that, of all ranks together (see ``fills_on``).
         even: how many times the mean the longest chunk may be, of units as even as can be, for the fills to add to the
             seconds of the busiest rank; where units are more uneven, to those of the mean rank.
+        by_direction: whether all forwards come before all backwards, each as fast as the rank that is slowest at them.
         divided: whether fill and drain shrink by the number of chunks a rank holds.
         played: for how many micro-batches a rank the pipeline takes no less than the longest path of the order, those
             beyond as long as the busiest rank; 0 where the fills are enough.
@@ -81,6 +82,7 @@ class Schedule:
     splits_all: bool = False
     spared: float = 0
     even: float = math.inf
+    by_direction: bool = False
     divided: bool = False
     played: float = 0
     order: Callable[[int, int, int, int], Any] | None = None
@@ -107,6 +109,7 @@ SCHEDULES: dict[str, Schedule] = {
             chunks_per_rank=1,
             splits_backward=False,
             fills=((1, 1, 1),),
+            by_direction=True,
         ),
         Schedule(
             name="1f1b",

@@ -16,13 +16,15 @@ since what weight gradients do not hide of their reduction holds up the gathers 
 load_r = Σ_{k on r} t_k each micro-batch. In its steady state a micro-batch takes
 
     L = max_r load_r                                                   of most schedules
+    L = max_k f_k + max_k b_k                                          of GPipe, which turns round once
     L = Σ_{j < v} max_{j·p ≤ k < (j+1)·p} t_k                          of interleaved 1F1B
 
 since there all ranks run their j-th chunk at once, for p micro-batches in a row, and each hands its results to the
 next: round j goes as fast as its longest chunk, and a rank that is quick in one round waits and cannot make up for
 being slow in another. This is never less than max_r load_r. The pipeline takes
 
-    m · L + max_j (Σ_{k in round j} t_k − max_{k in round j} t_k)      schedules that keep the backward whole
+    (m − 1) · L + Σ_k t_k                                              GPipe
+    m · L + max_j (Σ_{k in round j} t_k − max_{k in round j} t_k)      others that keep the backward whole
     m · L + (p−1)/p · Σ_k max(0, φF·f_k + φB·(b_k − W_k) + φW·W_k)     schedules that split it
     longest path of M micro-batches + (m − M) · L                      if longer, of those that are played
 
@@ -76,13 +78,12 @@ schedules hide more than this window, since a chunk's last backward is a round o
 schedules that end in weight gradients hide less. All terms are linear, or maxima of linear terms, in the seconds of the
 layers.
 
-How near this is to the simulation where nothing overlaps: equal on equal chunks; where the order is played and units
-lie unevenly up to 1.2% above; else, without rounds, within 2% where the slowest chunk is a tenth slower than the
-quickest and there are 8 micro-batches a rank, or twice as slow and 48 a rank. Far more uneven chunks with few
-micro-batches do not agree: 1F1B plays up to 6% quicker at two micro-batches a rank and chunks twice as slow as others,
-since the formula lets the slowest rank wait for a whole fill and drain. GPipe takes (m−1)·(max f + max b) + Σ t
-exactly, which is more than the formula where another rank is slowest forward than backward. Where communication hides,
-an action waits for its first layer's gather and its last reduction, which the formula leaves out but at the end of a
+How near this is to the simulation where nothing overlaps: equal on equal chunks, and on all under GPipe; where the
+order is played and units lie unevenly up to 1.2% above; else, without rounds, within 2% where the slowest chunk is a
+tenth slower than the quickest and there are 8 micro-batches a rank, or twice as slow and 48 a rank. Far more uneven
+chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at two micro-batches a rank and chunks twice as
+slow as others, since the formula lets the slowest rank wait for a whole fill and drain. Where communication hides, an
+action waits for its first layer's gather and its last reduction, which the formula leaves out but at the end of a
 single chunk: 1% to 2% for chunks of 32 layers whose communication is as long as their compute, 3% to 7% for chunks of
 8, up to 25% for chunks of two. The same of schedules that split every backward is 1% to 5% for chunks of 24 layers, and
 up to a sixth where gradients are reduced each micro-batch and nothing is gathered.
@@ -272,6 +273,9 @@ def _pipeline_seconds(
         rest = step.num_microbatches - played_microbatches(step.schedule, step.num_ranks, step.num_microbatches)
         played = (_along(counts, times) + rest * longest for counts in paths)
         return max([step.num_microbatches * longest, seconds, *played])
+    if schedule.by_direction:
+        slowest = max(t.forward for t in times) + max(t.backward for t in times)
+        return (step.num_microbatches - 1) * slowest + sum(map(sum, loads))
     rounds = list(zip(*loads))
     longest = sum(max(together) for together in rounds)
     return step.num_microbatches * longest + max(sum(together) - max(together) for together in rounds)

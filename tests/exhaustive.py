@@ -298,7 +298,10 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
         longest: Any = sum(_most([times[round_ * p + rank] for rank in range(p)]) for round_ in range(per_rank))
     else:
         longest = _most([sum(times[chunk] for chunk in chunks) for chunks in mine])
-    if schedule.splits_backward:
+    if problem.schedule == "gpipe":
+        slowest = _most([each["forward"] for each in figures]) + _most([each["backward"] for each in figures])
+        pipeline = (m - 1) * slowest + sum(times)
+    elif schedule.splits_backward:
         fills: list[Any] = [0.0] * num_chunks
         for on_forward, on_backward, on_weight in schedule.fills_on(p):
             for chunk, each in enumerate(figures):

@@ -258,10 +258,23 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
     if in_rounds(problem):
         add_rounds(stage, forward, backward, largest)
     elif plain:
+        if SCHEDULES[problem.schedule].by_direction:
+            add_directions(stage, forward, backward, largest)
         for chunk in range(problem.num_chunks):
             stage.minimise(Linear().add(forward[chunk]).add(backward[chunk]))
     else:
         add_split_fill(stage, forward, backward, largest)
+
+
+def add_directions(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
+    """(direction): all forwards go as fast as the slowest of them, and all backwards."""
+    both = Linear()
+    for seconds in (forward, backward):
+        slowest = stage.program.variable()
+        for each in seconds:
+            stage.at_least(slowest, each)
+        both.terms.append((slowest, 1.0))
+    stage.at_least(largest, both)
 
 
 def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
