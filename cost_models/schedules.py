@@ -40,7 +40,6 @@ __all__ = [
     "actions",
     "in_flight",
     "in_flight_peaks",
-    "lies_evenly",
     "rank_of_chunk",
     "reason_not",
 ]
@@ -64,8 +63,6 @@ class Schedule:
         fills: what each rank adds to the fill and drain of the pipeline, the largest of these (φF, φB, φW): φF seconds
             of forward, φB of input gradients and φW of weight gradients (see ``cost_models.step_time``).
         spared: forwards by which the first row falls short of that, of all ranks together (see ``fills_on``).
-        even: how many times the mean the longest chunk may be, of units as even as can be, for the fills to add to the
-            seconds of the busiest rank; where units are more uneven, to those of the mean rank.
         by_direction: whether all forwards come before all backwards, each as fast as the rank that is slowest at them.
         divided: whether fill and drain shrink by the number of chunks a rank holds.
         played: for how many micro-batches a rank the pipeline takes no less than the longest path of the order, those
@@ -81,7 +78,6 @@ class Schedule:
     fills: tuple[tuple[float, float, float], ...]
     splits_all: bool = False
     spared: float = 0
-    even: float = math.inf
     by_direction: bool = False
     divided: bool = False
     played: float = 0
@@ -92,12 +88,6 @@ class Schedule:
         (on_forward, on_inputs, on_weight), *others = self.fills
         return (on_forward - self.spared / max(1, num_ranks - 1), on_inputs, on_weight), *others
 
-
-#: ``Schedule.even`` of two chunks a rank, by what it takes to prove a plan. The fills added to the busiest rank may be
-#: 6% above what plays where a model's ends make one rank busier, but a search proves 1% in a few programs. Added to the
-#: mean they are at most 1.2% above, but 5% to 8% stay open (gpt2-xl, qwen2.5-3b in 16 chunks), or 1% (mistral-7b, where
-#: the first are 4% above).
-MOST_UNEVEN = 1.4
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
@@ -154,7 +144,6 @@ SCHEDULES: dict[str, Schedule] = {
             splits_backward=True,
             fills=((0, 0.5, 0),),
             splits_all=True,
-            even=MOST_UNEVEN,
             played=3,
         ),
         Schedule(
@@ -165,7 +154,6 @@ SCHEDULES: dict[str, Schedule] = {
             splits_backward=True,
             fills=((0.5, 1, -0.5),),
             splits_all=True,
-            even=MOST_UNEVEN,
             played=math.inf,
         ),
         Schedule(
@@ -176,7 +164,6 @@ SCHEDULES: dict[str, Schedule] = {
             splits_backward=True,
             fills=((0, 1, -0.5), (0.5, 0.5, -0.5), (0.5, 0, 0)),
             spared=0.5,
-            even=MOST_UNEVEN,
             played=3,
         ),
     )
@@ -211,12 +198,6 @@ def rank_of_chunk(schedule: str, chunk: int, *, num_ranks: int, num_chunks: int)
     if schedule_named(schedule).placement == "vee" and chunk >= num_ranks:
         return num_chunks - 1 - chunk
     return chunk % num_ranks
-
-
-def lies_evenly(schedule: str, *, num_units: int, num_chunks: int) -> bool:
-    """Whether so many equal units may lie as evenly over the chunks as ``Schedule.even`` says."""
-    most = schedule_named(schedule).even
-    return most == math.inf or math.ceil(num_units / num_chunks) * num_chunks <= most * num_units
 
 
 def reason_not(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int) -> str | None:

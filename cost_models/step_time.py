@@ -32,14 +32,13 @@ where round j is chunks j·p … (j+1)·p−1, of which there is one but for int
 schedule's fill, the one that gives most where it has several: to fill and to drain, a micro-batch passes the other
 ranks of a round, and the longest round is never hidden behind another. With two chunks a rank, down the ranks and back
 up, the pipeline takes no less than the longest path through the schedule's order (``cost_models.order_path``), which is
-longer where chunks are uneven; of the first M = 3p micro-batches, of V-Half all. The fill adds to the mean over ranks,
-not to L, where whole units cannot lie evenly over the chunks (``Schedule.even``): a rank that is busier than others has
-part of the bubble behind its own work. On equal chunks these are the published bubbles: (p−1)·t for GPipe (Huang et al.
-2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v for interleaved 1F1B (Megatron-LM, Narayanan et al.
-2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023; exact where W is
-at most F and I, else (p−1)·max(F, I)), and (p−1)·(F + I − 2W) for ZB-H2. That is without the wait of all ranks for the
-norm: rank r starts r forwards late, so that ZB-H2 takes (p−1)·max(F, F + I − 2W) (exact from 2p − 1 micro-batches on
-where W ≤ F or I ≤ 2F). So where nothing is recomputed it gains I − W on ZB-H1, for twice the memory.
+longer where chunks are uneven; of the first M = 3p micro-batches, of V-Half all. On equal chunks these are the
+published bubbles: (p−1)·t for GPipe (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v
+for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F +
+I − W) for ZB-H1 (Qi et al. 2023; exact where W is at most F and I, else (p−1)·max(F, I)), and (p−1)·(F + I − 2W) for
+ZB-H2. That is without the wait of all ranks for the norm: rank r starts r forwards late, so that ZB-H2 takes
+(p−1)·max(F, F + I − 2W) (exact from 2p − 1 micro-batches on where W ≤ F or I ≤ 2F). So where nothing is recomputed it
+gains I − W on ZB-H1, for twice the memory.
 
 ZBV (Qi et al. 2024) has no bubble inside a rank where F = I = W, but rank r starts r forwards late, and the optimizer
 waits for all ranks: playing equal chunks of PyTorch's order gives (p−1)·max(I, W, 2F − I, 2(I − W)), F and I those of
@@ -78,15 +77,15 @@ schedules hide more than this window, since a chunk's last backward is a round o
 schedules that end in weight gradients hide less. All terms are linear, or maxima of linear terms, in the seconds of the
 layers.
 
-How near this is to the simulation where nothing overlaps: equal on equal chunks, and on all under GPipe; where the
-order is played and units lie unevenly up to 1.2% above; else, without rounds, within 2% where the slowest chunk is a
-tenth slower than the quickest and there are 8 micro-batches a rank, or twice as slow and 48 a rank. Far more uneven
-chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at two micro-batches a rank and chunks twice as
-slow as others, since the formula lets the slowest rank wait for a whole fill and drain. Where communication hides, an
-action waits for its first layer's gather and its last reduction, which the formula leaves out but at the end of a
-single chunk: 1% to 2% for chunks of 32 layers whose communication is as long as their compute, 3% to 7% for chunks of
-8, up to 25% for chunks of two. The same of schedules that split every backward is 1% to 5% for chunks of 24 layers, and
-up to a sixth where gradients are reduced each micro-batch and nothing is gathered.
+How near this is to the simulation where nothing overlaps: equal on equal chunks, and on all under GPipe; without rounds
+within 2% where the slowest chunk is a tenth slower than the quickest and there are 8 micro-batches a rank, or twice as
+slow and 48 a rank. Far more uneven chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at two
+micro-batches a rank and chunks twice as slow as others, since the formula lets the slowest rank wait for a whole fill
+and drain. Where communication hides, an action waits for its first layer's gather and its last reduction, which the
+formula leaves out but at the end of a single chunk: 1% to 2% for chunks of 32 layers whose communication is as long as
+their compute, 3% to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules that split every backward is
+1% to 5% for chunks of 24 layers, and up to a sixth where gradients are reduced each micro-batch and nothing is
+gathered.
 
 Interleaved 1F1B lets ranks run ahead a little within a round: chunks that differ by a tenth play up to 7% quicker, and
 twice as slow chunks, one in every round, up to 30% (more where they are slower still). Rounds of which one is a tenth
@@ -104,7 +103,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cost_models.order_path import Counts, OrderPath, longest_path, played_microbatches
-from cost_models.schedules import in_flight_peaks, lies_evenly, rank_of_chunk, schedule_named
+from cost_models.schedules import in_flight_peaks, rank_of_chunk, schedule_named
 from cost_models.step import ChunkCosts, PipelineStep
 
 
@@ -268,22 +267,16 @@ def _pipeline_seconds(
     loads = [[times[k].forward + times[k].backward for k in chunks] for chunks in ranks]
     if schedule.splits_backward:
         longest = max(sum(load) for load in loads)
-        filled = longest if _lies_evenly(step) else sum(map(sum, loads)) / step.num_ranks
-        seconds = step.num_microbatches * filled + _filling_seconds(step, times)
+        seconds = step.num_microbatches * longest + _filling_seconds(step, times)
         rest = step.num_microbatches - played_microbatches(step.schedule, step.num_ranks, step.num_microbatches)
         played = (_along(counts, times) + rest * longest for counts in paths)
-        return max([step.num_microbatches * longest, seconds, *played])
+        return max([seconds, *played])
     if schedule.by_direction:
         slowest = max(t.forward for t in times) + max(t.backward for t in times)
         return (step.num_microbatches - 1) * slowest + sum(map(sum, loads))
     rounds = list(zip(*loads))
     longest = sum(max(together) for together in rounds)
     return step.num_microbatches * longest + max(sum(together) - max(together) for together in rounds)
-
-
-def _lies_evenly(step: PipelineStep) -> bool:
-    num_units = sum(count for chunk in step.chunks for _, count in chunk.layers)
-    return lies_evenly(step.schedule, num_units=num_units, num_chunks=len(step.chunks))
 
 
 def _filling_seconds(step: PipelineStep, times: list[_ChunkSeconds]) -> float:

@@ -308,8 +308,7 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
                 fill = on_forward * each["forward"] + on_backward * (each["backward"] - each["weight"])
                 fills[chunk] = numpy.maximum(fills[chunk], fill + on_weight * each["weight"])
         filling = (p - 1) / p * sum(fills)
-        is_even = math.ceil(problem.num_units / num_chunks) * num_chunks <= 1.4 * problem.num_units
-        pipeline = m * (longest if is_even or not schedule.played else sum(times) / p) + filling
+        pipeline = m * longest + filling
         if schedule.played:
             played = played_microbatches(problem.schedule, p, m)
             actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]

@@ -96,7 +96,7 @@ def average_bounds(problem: StageProblem, units: ChainFigures | None = None) -> 
     _, backward, _, sent, _, waits = units.figures
     bases, weights, first = _weightings(
         problem.schedule, problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches,
-        waits=bool(waits.any()), sends=bool((sent - waits > backward).any()), is_even=problem.lies_evenly,
+        waits=bool(waits.any()), sends=bool((sent - waits > backward).any()),
     )  # fmt: skip
     totals = np.minimum.reduceat(weights @ units.figures, units.starts, axis=1) @ units.counts
     totals += weights[:, :2] @ received
@@ -115,16 +115,14 @@ def _weightings(
     *,
     waits: bool,
     sends: bool,
-    is_even: bool,
 ) -> tuple[tuple[float, ...], Array, NDArray[np.bool_]]:
     """Weightings that bound the step: factors of the load bound, weights of the figures (a row each), and whether the
     first reduction is added.
 
-    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all), with the
-    fill beside this one alone where units are uneven; the fill for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for
-    the first layer's reduction, for what the last backward ``waits``, or, where more is sent than a backward pass hides
-    (``sends``), for that and the mean over ranks of what is not hidden, in which each second of the last backward hides
-    at most 1/p + (p-1)/(p·v).
+    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
+    for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for the first layer's reduction, for what the last backward
+    ``waits``, or, where more is sent than a backward pass hides (``sends``), for that and the mean over ranks of what
+    is not hidden, in which each second of the last backward hides at most 1/p + (p-1)/(p·v).
     """
     p, v, schedule = ranks, chunks_per_rank, SCHEDULES[schedule_name]
     fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
@@ -145,8 +143,6 @@ def _weightings(
         tails.append((hides, 1 / p, 1.0 - hides))
     bases, weights, first = [], [], []
     for (forward, backward, weight), mean, (hides, sent, waiting) in itertools.product(fills, (True, False), tails):
-        if not (is_even or mean) and (forward, backward, weight) != fills[0]:
-            continue  # where units are uneven only the mean load adds to what fills a pipeline
         share = times / p if mean else 0.0
         forward, backward = forward + share, backward + share - hides
         if forward >= 0 and backward >= 0:

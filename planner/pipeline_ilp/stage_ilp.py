@@ -25,9 +25,8 @@ Program::
         interleaved 1F1B:                  G ≥ Σ_{k of round j} (f[k] + b[k]) - L[j]       every round j    (fill)
         split backward:                    G = Σ_k g[k],   g[k] ≥ 0,
                                            g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])   every φ
-        two chunks a rank, even units:     G ≥ Σ_k g[k]
-                     uneven units:         m·L + G ≥ m/p·Σ_k (f[k] + b[k]) + Σ_k g[k]
-                     (of M played):        m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
+        two chunks a rank (of M played):   G ≥ Σ_k g[k],
+                                           m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
                                            every path through the order, of F, I and W actions of chunk k
 
     Σ_k Σ_c n[k,c] = N(u)                                                    every run u                   (place)

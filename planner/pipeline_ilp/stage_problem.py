@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedules import SCHEDULES, in_flight, in_flight_peaks, lies_evenly, rank_of_chunk
+from cost_models.schedules import SCHEDULES, in_flight, in_flight_peaks, rank_of_chunk
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 
 #: Per chunk, in model order: (run index, choice index, how many units), in the order in which they run.
@@ -204,11 +204,6 @@ class StageProblem:
     def num_units(self) -> int:
         """Number of units of all runs; with fewer units than chunks the problem is infeasible."""
         return sum(run.count for run in self.runs)
-
-    @property
-    def lies_evenly(self) -> bool:
-        """Whether filling and draining adds to the busiest rank, or to the mean of all (``cost_models.step_time``)."""
-        return lies_evenly(self.schedule, num_units=self.num_units, num_chunks=self.num_chunks)
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -308,10 +308,7 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
             stage.at_least(fill, expression.add(weight[chunk], on_weight - on_inputs))
     if schedule.played:
         stage.pipeline = Linear([(largest, float(m)), (program.variable(1.0), 1.0)])
-        if problem.lies_evenly:
-            filled.terms.append((largest, float(m)))
-        for load in () if problem.lies_evenly else stage.loads:
-            filled.add(load, m / ranks)
+        filled.terms.append((largest, float(m)))
         stage.row(Linear().add(stage.pipeline).add(filled, -1.0), lower=0.0)
 
 

@@ -1,8 +1,8 @@
 r"""How long filling and draining a pipeline takes at least under schedules that split backward passes.
 
 Such a schedule takes m·L + (p-1)/p·Σ max(0, φF·F + φI·I + φW·W) over its chunks (``cost_models.step_time``), more where
-its order is played; L is at least the mean over ranks, which stands for it where units are uneven. With that mean for L
-and the sum over chunks in the maximum, all of one micro-batch in the whole model,
+its order is played. With the mean over ranks for L and the sum over chunks in the maximum, all of one micro-batch in
+the whole model,
 
     step ≥ m/p·(F + I + W) + (p-1)/p·(φF·F + φI·I + φW·W)                                    every row φ       (fill)
 
