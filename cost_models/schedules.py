@@ -61,11 +61,12 @@ class Schedule:
         splits_backward: whether some backward passes run as input gradients ("I") and, later, weight gradients ("W").
         splits_all: whether all of them do.
         fills: what each rank adds to the fill and drain of the pipeline, the largest of these (φF, φB, φW): φF seconds
-            of forward, φB of input gradients and φW of weight gradients (see ``cost_models.step_time``); of a schedule
-            that is played about that, to rank choices by.
+            of forward, φB of input gradients and φW of weight gradients (see ``cost_models.step_time``).
+        spared: forwards by which the first row falls short of that, of all ranks together (see ``fills_on``).
+        by_direction: whether all forwards come before all backwards, each as fast as the rank that is slowest at them.
         divided: whether fill and drain shrink by the number of chunks a rank holds.
-        played: for how many micro-batches a rank the pipeline takes the longest path of the order, those beyond as long
-            as the busiest rank; 0 where the fills are enough.
+        played: for how many micro-batches a rank the pipeline takes no less than the longest path of the order, those
+            beyond as long as the busiest rank; 0 where the fills are enough.
         order: of a registered schedule: (rank, ranks, micro-batches, chunks a rank) → the rank's actions.
     """
 
@@ -76,9 +77,16 @@ class Schedule:
     splits_backward: bool
     fills: tuple[tuple[float, float, float], ...]
     splits_all: bool = False
+    spared: float = 0
+    by_direction: bool = False
     divided: bool = False
     played: float = 0
     order: Callable[[int, int, int, int], Any] | None = None
+
+    def fills_on(self, num_ranks: int) -> tuple[tuple[float, float, float], ...]:
+        """``fills`` on so many ranks: (p − 1) of the first row are less by ``spared`` forwards of each chunk."""
+        (on_forward, on_inputs, on_weight), *others = self.fills
+        return (on_forward - self.spared / max(1, num_ranks - 1), on_inputs, on_weight), *others
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -91,6 +99,7 @@ SCHEDULES: dict[str, Schedule] = {
             chunks_per_rank=1,
             splits_backward=False,
             fills=((1, 1, 1),),
+            by_direction=True,
         ),
         Schedule(
             name="1f1b",
@@ -153,7 +162,8 @@ SCHEDULES: dict[str, Schedule] = {
             placement="vee",
             chunks_per_rank=2,
             splits_backward=True,
-            fills=((0, 1, -0.5),),
+            fills=((0, 1, -0.5), (0.5, 0.5, -0.5), (0.5, 0, 0)),
+            spared=0.5,
             played=3,
         ),
     )

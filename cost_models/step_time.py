@@ -16,36 +16,38 @@ since what weight gradients do not hide of their reduction holds up the gathers 
 load_r = Σ_{k on r} t_k each micro-batch. In its steady state a micro-batch takes
 
     L = max_r load_r                                                   of most schedules
+    L = max_k f_k + max_k b_k                                          of GPipe, which turns round once
     L = Σ_{j < v} max_{j·p ≤ k < (j+1)·p} t_k                          of interleaved 1F1B
 
 since there all ranks run their j-th chunk at once, for p micro-batches in a row, and each hands its results to the
 next: round j goes as fast as its longest chunk, and a rank that is quick in one round waits and cannot make up for
 being slow in another. This is never less than max_r load_r. The pipeline takes
 
-    m · L + max_j (Σ_{k in round j} t_k − max_{k in round j} t_k)      schedules that keep the backward whole
+    (m − 1) · L + Σ_k t_k                                              GPipe
+    m · L + max_j (Σ_{k in round j} t_k − max_{k in round j} t_k)      others that keep the backward whole
     m · L + (p−1)/p · Σ_k max(0, φF·f_k + φB·(b_k − W_k) + φW·W_k)     schedules that split it
-    longest path of M micro-batches + (m − M) · L                      of these, schedules whose order is played
+    longest path of M micro-batches + (m − M) · L                      if longer, of those that are played
 
 where round j is chunks j·p … (j+1)·p−1, of which there is one but for interleaved 1F1B, and (φF, φB, φW) is the
 schedule's fill, the one that gives most where it has several: to fill and to drain, a micro-batch passes the other
 ranks of a round, and the longest round is never hidden behind another. With two chunks a rank, down the ranks and back
-up, the pipeline takes the longest path through the schedule's order (``cost_models.order_path``) of its first M = 3p
-micro-batches, of V-Half all; their fill, which uneven chunks may exceed or stay below, ranks choices but is no part of
-the price (``planner.pipeline_ilp.fronts``). On equal chunks these are the published bubbles: (p−1)·t for GPipe (Huang
-et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v for interleaved 1F1B (Megatron-LM, Narayanan
-et al. 2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023; exact where
-W is at most F and I, else (p−1)·max(F, I)), and (p−1)·(F + I − 2W) for ZB-H2. That is without the wait of all ranks for
-the norm: rank r starts r forwards late, so that ZB-H2 takes (p−1)·max(F, F + I − 2W) (exact from 2p − 1 micro-batches
-on where W ≤ F or I ≤ 2F). So where nothing is recomputed it gains I − W on ZB-H1, for twice the memory.
+up, the pipeline takes no less than the longest path through the schedule's order (``cost_models.order_path``), which is
+longer where chunks are uneven; of the first M = 3p micro-batches, of V-Half all. On equal chunks these are the
+published bubbles: (p−1)·t for GPipe (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v
+for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F +
+I − W) for ZB-H1 (Qi et al. 2023; exact where W is at most F and I, else (p−1)·max(F, I)), and (p−1)·(F + I − 2W) for
+ZB-H2. That is without the wait of all ranks for the norm: rank r starts r forwards late, so that ZB-H2 takes
+(p−1)·max(F, F + I − 2W) (exact from 2p − 1 micro-batches on where W ≤ F or I ≤ 2F). So where nothing is recomputed it
+gains I − W on ZB-H1, for twice the memory.
 
 ZBV (Qi et al. 2024) has no bubble inside a rank where F = I = W, but rank r starts r forwards late, and the optimizer
 waits for all ranks: playing equal chunks of PyTorch's order gives (p−1)·max(I, W, 2F − I, 2(I − W)), F and I those of
-one of the two chunks. DualPipeV (DeepSeek-AI 2024) played the same way gives just under
-(p−1)·max(F, F + I − W, 2I − W). The fills are I and 2I − W: the largest terms where F ≤ I ≤ 2W, as for
-transformer layers with or without recomputation. V-Half (Qi et al. 2024) is made for F = I = W, where its order plays
-to 2 (p = 2) up to 3.4 forwards of a chunk for each rank but one, 1F1B to 6; ranks wait for each other in its steady
-state, too, where four I and one W or F are longer than a rank's load: 12% of it with I = 2F = 2W (full recomputation),
-which is why every micro-batch is played.
+one of the two chunks. The fill is I, the largest where F ≤ I ≤ 2W, as for transformer layers with or without
+recomputation. DualPipeV (DeepSeek-AI 2024) played the same way gives the largest of (p−1)·F, (p−1)·(F + I − W) and
+(p−1)·(2I − W) − F, which are its fills. V-Half (Qi et al. 2024) is made for F = I = W, where its order plays to 2 (p =
+2) up to 3.4 forwards of a chunk for each rank but one, 1F1B to 6; ranks wait for each other in its steady state, too,
+where four I and one W or F are longer than a rank's load: 12% of it with I = 2F = 2W (full recomputation), which is why
+every micro-batch is played.
 
 After the pipeline come the gradient reductions that the last backward passes cannot hide. Rank r has its own last
 backward, and the time until the ranks before it are done, to hide C_r = Σ (gather_backward + reduce_backward +
@@ -75,16 +77,15 @@ schedules hide more than this window, since a chunk's last backward is a round o
 schedules that end in weight gradients hide less. All terms are linear, or maxima of linear terms, in the seconds of the
 layers.
 
-How near this is to the simulation where nothing overlaps: equal on equal chunks, and on any where all micro-batches are
-played (up to 0.5% above where some take L each); of other schedules, without rounds within 2% where the slowest chunk
-is a tenth slower than the quickest and there are 8 micro-batches a rank, or twice as slow and 48 a rank. Far more
-uneven chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at two micro-batches a rank and chunks
-twice as slow as others, since the formula lets the slowest rank wait for a whole fill and drain. GPipe takes (m−1)·(max
-f + max b) + Σ t exactly, which is more than the formula where another rank is slowest forward than backward. Where
-communication hides, an action waits for its first layer's gather and its last reduction, which the formula leaves out
-but at the end of a single chunk: 1% to 2% for chunks of 32 layers whose communication is as long as their compute, 3%
-to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules that split every backward is 1% to 5% for
-chunks of 24 layers, and up to a sixth where gradients are reduced each micro-batch and nothing is gathered.
+How near this is to the simulation where nothing overlaps: equal on equal chunks, and on all under GPipe; without rounds
+within 2% where the slowest chunk is a tenth slower than the quickest and there are 8 micro-batches a rank, or twice as
+slow and 48 a rank. Far more uneven chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at two
+micro-batches a rank and chunks twice as slow as others, since the formula lets the slowest rank wait for a whole fill
+and drain. Where communication hides, an action waits for its first layer's gather and its last reduction, which the
+formula leaves out but at the end of a single chunk: 1% to 2% for chunks of 32 layers whose communication is as long as
+their compute, 3% to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules that split every backward is
+1% to 5% for chunks of 24 layers, and up to a sixth where gradients are reduced each micro-batch and nothing is
+gathered.
 
 Interleaved 1F1B lets ranks run ahead a little within a round: chunks that differ by a tenth play up to 7% quicker, and
 twice as slow chunks, one in every round, up to 30% (more where they are slower still). Rounds of which one is a tenth
@@ -266,23 +267,25 @@ def _pipeline_seconds(
     loads = [[times[k].forward + times[k].backward for k in chunks] for chunks in ranks]
     if schedule.splits_backward:
         longest = max(sum(load) for load in loads)
-        if schedule.played:  # without any path a bound, since every rank runs all its actions
-            rest = step.num_microbatches - played_microbatches(step.schedule, step.num_ranks, step.num_microbatches)
-            return max([step.num_microbatches * longest, *(_along(counts, times) + rest * longest for counts in paths)])
-        fills = (
-            max(
-                0.0,
-                *(
-                    on_f * t.forward + on_i * (t.backward - t.weight) + on_w * t.weight
-                    for on_f, on_i, on_w in schedule.fills
-                ),
-            )
-            for t in times
-        )
-        return step.num_microbatches * longest + (step.num_ranks - 1) / step.num_ranks * sum(fills)
+        seconds = step.num_microbatches * longest + _filling_seconds(step, times)
+        rest = step.num_microbatches - played_microbatches(step.schedule, step.num_ranks, step.num_microbatches)
+        played = (_along(counts, times) + rest * longest for counts in paths)
+        return max([seconds, *played])
+    if schedule.by_direction:
+        slowest = max(t.forward for t in times) + max(t.backward for t in times)
+        return (step.num_microbatches - 1) * slowest + sum(map(sum, loads))
     rounds = list(zip(*loads))
     longest = sum(max(together) for together in rounds)
     return step.num_microbatches * longest + max(sum(together) - max(together) for together in rounds)
+
+
+def _filling_seconds(step: PipelineStep, times: list[_ChunkSeconds]) -> float:
+    rows = schedule_named(step.schedule).fills_on(step.num_ranks)
+    fills = (
+        max(0.0, *(on_f * t.forward + on_i * (t.backward - t.weight) + on_w * t.weight for on_f, on_i, on_w in rows))
+        for t in times
+    )
+    return (step.num_ranks - 1) / step.num_ranks * sum(fills)
 
 
 def played_path(step: PipelineStep) -> OrderPath | None:

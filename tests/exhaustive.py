@@ -298,18 +298,23 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
         longest: Any = sum(_most([times[round_ * p + rank] for rank in range(p)]) for round_ in range(per_rank))
     else:
         longest = _most([sum(times[chunk] for chunk in chunks) for chunks in mine])
-    if schedule.played:
-        played = played_microbatches(problem.schedule, p, m)
-        actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]
-        steps = order_steps(problem.schedule, p, played, num_chunks)
-        pipeline = _most(path_ends(steps, actions, largest=numpy.maximum)) + (m - played) * longest
+    if problem.schedule == "gpipe":
+        slowest = _most([each["forward"] for each in figures]) + _most([each["backward"] for each in figures])
+        pipeline = (m - 1) * slowest + sum(times)
     elif schedule.splits_backward:
         fills: list[Any] = [0.0] * num_chunks
-        for on_forward, on_backward, on_weight in schedule.fills:
+        for on_forward, on_backward, on_weight in schedule.fills_on(p):
             for chunk, each in enumerate(figures):
                 fill = on_forward * each["forward"] + on_backward * (each["backward"] - each["weight"])
                 fills[chunk] = numpy.maximum(fills[chunk], fill + on_weight * each["weight"])
-        pipeline = m * longest + (p - 1) / p * sum(fills)
+        filling = (p - 1) / p * sum(fills)
+        pipeline = m * longest + filling
+        if schedule.played:
+            played = played_microbatches(problem.schedule, p, m)
+            actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]
+            steps = order_steps(problem.schedule, p, played, num_chunks)
+            path = _most(path_ends(steps, actions, largest=numpy.maximum)) + (m - played) * longest
+            pipeline = numpy.maximum(path, pipeline)
     else:
         rounds = [times[round_ * p : (round_ + 1) * p] for round_ in range(per_rank)]
         pipeline = m * longest + _most([sum(together) - _most(together) for together in rounds])

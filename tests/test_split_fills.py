@@ -11,8 +11,7 @@ import pytest
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
-from cost_models.simulator import simulate
-from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
+from cost_models.step import LayerCosts
 from cost_models.step_time import step_seconds
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice, UnitRun, as_step
 from planner.whole_step.best_first import BYTE_WEIGHTS, Search
@@ -34,7 +33,6 @@ from tests.exhaustive_models import level_one
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 SPLIT = tuple(name for name, row in SCHEDULES.items() if row.splits_backward)
-PLAYED = tuple(name for name in SPLIT if SCHEDULES[name].played)
 #: Whatever a plan may choose, and the ZeRO levels whose gradients are copied each micro-batch and gathered anew.
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "long pipelines": ("llama", {"recompute": ("none", "full"), "zero": 0, "pp": 4, "cp": 1}),
@@ -44,7 +42,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 @pytest.mark.parametrize("weights", [0.8, 0.3])  # of ZB-H2 the one and the other row fills more
-@pytest.mark.parametrize("schedule", sorted({*SPLIT} - {*PLAYED}))
+@pytest.mark.parametrize("schedule", SPLIT)
 def test_bounds_meet_the_closed_form_of_equal_chunks_that_scale_perfectly(schedule: str, weights: float) -> None:
     ranks, m, num_units, forward, inputs, copied = 4, 16, 16, 1.0, 1.3, 0.1
     chunks, tensor = SCHEDULES[schedule].chunks_per_rank or 1, 2
@@ -63,20 +61,9 @@ def test_bounds_meet_the_closed_form_of_equal_chunks_that_scale_perfectly(schedu
     beside = {"beside": num_units * copied, "copied": num_units * copied}
     of_sharding = bound_of_sharding(candidate, part, **beside)
     of_all = max(times * part.total + rest for times, rest in terms_of_all(candidate, undivided, **beside))
-    assert of_all == pytest.approx(of_sharding, rel=1e-9) == pytest.approx(seconds, rel=1e-9)
-
-
-def test_no_fill_bounds_an_order_that_is_played() -> None:
-    """On two ranks DualPipeV plays uneven chunks to less than a bubble of 2I − W: 64 + 1.8 seconds of 64 + 3."""
-    costs = [LayerCosts(forward=s, backward=3 * s, backward_weight=s) for s in (0.9, 1.1, 0.9, 1.1)]
-    chunks = tuple(ChunkCosts(layers=((each, 1),)) for each in costs)
-    step = PipelineStep(schedule="dualpipev", num_microbatches=8, num_ranks=2, chunks=chunks)
-    assert step_seconds(step).total == pytest.approx(simulate(step).seconds) == pytest.approx(64 + 1.8)
-    for schedule in PLAYED:
-        candidate = Candidate(MeshLayout(2, 1, 1, 1), 1, 8, schedule, 2)
-        part = PhaseSeconds(4.0, 8.0, 4.0)
-        assert bound_of_sharding(candidate, part, beside=0.0, copied=0.0) == 0.0
-        assert terms_of_all(candidate, part, beside=0.0, copied=0.0) == []
+    assert of_sharding <= seconds * (1 + 1e-9) and of_all == pytest.approx(of_sharding, rel=1e-9)
+    if not SCHEDULES[schedule].played:
+        assert of_sharding == pytest.approx(seconds, rel=1e-9)
 
 
 def entries(search: Search) -> Iterator[SearchEntry]:

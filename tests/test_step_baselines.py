@@ -215,14 +215,14 @@ def test_plainer_versions_have_one_stage_and_fit() -> None:
         assert version.seconds == step_seconds(step).total
 
 
-def test_a_solution_is_also_played_under_the_schedule_of_the_same_price() -> None:
+def test_a_solution_is_also_played_under_the_other_schedule_of_whole_backwards() -> None:
     demands = read_demands(fix={"pp": 2, "num_microbatches": 4, "schedule": "gpipe"})
     cluster = CASES["tiny-llama"]
     solution = Search(space("tiny-llama").level_one(None, cluster), cluster, demands).run().solutions[0]
     (other,) = in_other_orders(solution, Demands())
     steps = [as_step(each.problem, each.assignment) for each in (solution, other)]
     assert [each.candidate.schedule for each in (solution, other)] == ["gpipe", "1f1b"]
-    assert other.seconds == step_seconds(steps[1]).total == step_seconds(steps[0]).total
+    assert other.seconds == step_seconds(steps[1]).total <= step_seconds(steps[0]).total == solution.seconds
     assert step_memory(steps[1])[0] < step_memory(steps[0])[0]
     assert not list(in_other_orders(solution, demands))  # which has been asked for
     few = read_demands(fix={"pp": 2, "num_microbatches": 1})

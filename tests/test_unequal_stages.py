@@ -110,7 +110,8 @@ def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, i
     if split:
         fill = sum(max(0.0, load - 2 * weight) for load, weight in zip(loads, weights)) * (p - 1) / p
         return m * max(loads) + fill + tail + max(updates), fits
-    return (m - 1) * max(loads) + sum(loads) + tail + max(updates), fits
+    longest = max(forward) + max(backward) if problem.schedule == "gpipe" else max(loads)
+    return (m - 1) * longest + sum(loads) + tail + max(updates), fits
 
 
 def backward_and_weight(costs: LayerCosts, *, split: bool) -> tuple[float, float]:

@@ -108,7 +108,13 @@ def average_bounds(problem: StageProblem, units: ChainFigures | None = None) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _weightings(
-    schedule_name: str, ranks: int, chunks_per_rank: int, num_microbatches: int, *, waits: bool, sends: bool
+    schedule_name: str,
+    ranks: int,
+    chunks_per_rank: int,
+    num_microbatches: int,
+    *,
+    waits: bool,
+    sends: bool,
 ) -> tuple[tuple[float, ...], Array, NDArray[np.bool_]]:
     """Weightings that bound the step: factors of the load bound, weights of the figures (a row each), and whether the
     first reduction is added.
@@ -122,7 +128,7 @@ def _weightings(
     fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
     times = float(num_microbatches)
     if schedule.splits_backward:
-        for row in () if schedule.played else schedule.fills:
+        for row in schedule.fills_on(p):
             forward, backward, weight = ((p - 1) / p * value for value in row)
             fills.append((forward, backward, weight - backward))
     else:

@@ -6,7 +6,8 @@ the last micro-batch, and an update u. The step of contents c(r), one for each r
     M·L + Σ_r φ(c(r)) + T + U,     L = max_r ℓ(c(r)),  U = max_r u(c(r)),
                                    T = max(0, max_r (s(c(r)) - h(c(r)) - Σ_{r'<r} h(c(r'))), the first unit's reduction)
 
-where M = m, or m - 1 under a whole backward pass of several ranks. In a box of what L, U and T may be, contents above
+where M = m, or m - 1 under a whole backward pass of several ranks; of GPipe, which is as slow as the slowest forward
+and the slowest backward, it is only a bound. In a box of what L, U and T may be, contents above
 it are out, and ranks hang together by how many units they hold alone: a table over these, rank by rank, has the least
 sum of φ, which with the lower corner of the box is a bound. (Of ranks before r, h counts with the most that any content
 in the box has.) The table's assignment is one to offer. Boxes are halved where that costs most, least bound first. The

@@ -164,7 +164,7 @@ def whole_step_weights(problem: StageProblem) -> DualWeights:
     times, ranks = problem.num_microbatches, problem.num_ranks
     schedule = SCHEDULES[problem.schedule]
     fill = (ranks - 1) / ranks / (problem.num_chunks // ranks if schedule.divided else 1)
-    forward, backward, weight = (fill * value for value in schedule.fills[0])
+    forward, backward, weight = (fill * value for value in schedule.fills_on(ranks)[0])
 
     def unit(costs: LayerCosts) -> float:
         compute = (times / ranks + forward) * costs.forward + (times / ranks + backward) * costs.backward

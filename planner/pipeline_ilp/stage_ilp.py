@@ -13,6 +13,7 @@ Variables::
     w[c] ∈ {0,1}         the very first unit runs as c
     f[k], b[k]           seconds of a micro-batch in chunk k, forward and backward
     L, T, U ≥ 0          seconds of a micro-batch; the tail; the update
+    D[f], D[b] ≥ 0       the slowest forward, the slowest backward                                      (GPipe)
     L[j] ≥ 0             the longest chunk of round j < v, chunks j·p … (j+1)·p-1                 (interleaved 1F1B)
     G ≥ 0                what filling and draining adds to m·L
     y[r,j] ∈ {0,1}       rank r holds a unit whose peak is at least the j-th level Q(j)
@@ -24,7 +25,8 @@ Program::
         interleaved 1F1B:                  G ≥ Σ_{k of round j} (f[k] + b[k]) - L[j]       every round j    (fill)
         split backward:                    G = Σ_k g[k],   g[k] ≥ 0,
                                            g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])   every φ
-        two chunks a rank (of M played):   m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
+        two chunks a rank (of M played):   G ≥ Σ_k g[k],
+                                           m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
                                            every path through the order, of F, I and W actions of chunk k
 
     Σ_k Σ_c n[k,c] = N(u)                                                    every run u                   (place)
@@ -35,6 +37,7 @@ Program::
     f[k] = Σ (forward ∨ gather_forward)·n + receive                                                        (stream)
     b[k] = Σ (backward ∨ (gather_backward + reduce_backward))·n + receive                       (∨: the larger)
     L ≥ Σ_{r(k)=r} (f[k] + b[k])                                             every rank r                  (load)
+        GPipe:             L ≥ D[f] + D[b],   D[f] ≥ f[k],   D[b] ≥ b[k]     every k                   (direction)
         interleaved 1F1B:  L ≥ Σ_j L[j],   L[j] ≥ f[k] + b[k]                every k of round j            (round)
     T ≥ Σ_k x[k] + Σ_{r(k)=r} Σ (gather_backward + reduce_backward + reduce_step)·n
           - Σ_{r(k)=r} (b[k] + x[k]) - Σ_{r(k)<r} (b[k] + x[k])/v            every rank r                  (tail)

@@ -11,7 +11,7 @@ same units and choices c, other seconds f[r,c], b[r,c] … and received seconds.
 
 is a relaxation: with one chunk a rank and a whole backward pass the step
 
-    (m-1)·max_r (f[r] + b[r]) + Σ_r (f[r] + b[r]) + tail + update
+    (m-1)·max_r (f[r] + b[r]) + Σ_r (f[r] + b[r]) + tail + update     (GPipe: max_r f[r] + max_r b[r])
 
 falls with no figure, since a second of backward shortens the tail by at most the second that it adds to the sum, and
 memory does not depend on the device. Of ZB-H1, whose backward passes are split, the step is

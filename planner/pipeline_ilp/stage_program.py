@@ -258,10 +258,23 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
     if in_rounds(problem):
         add_rounds(stage, forward, backward, largest)
     elif plain:
+        if SCHEDULES[problem.schedule].by_direction:
+            add_directions(stage, forward, backward, largest)
         for chunk in range(problem.num_chunks):
             stage.minimise(Linear().add(forward[chunk]).add(backward[chunk]))
     else:
         add_split_fill(stage, forward, backward, largest)
+
+
+def add_directions(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
+    """(direction): all forwards go as fast as the slowest of them, and all backwards."""
+    both = Linear()
+    for seconds in (forward, backward):
+        slowest = stage.program.variable()
+        for each in seconds:
+            stage.at_least(slowest, each)
+        both.terms.append((slowest, 1.0))
+    stage.at_least(largest, both)
 
 
 def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
@@ -285,14 +298,18 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
     ranks, m = problem.num_ranks, problem.num_microbatches
     schedule = SCHEDULES[problem.schedule]
     weight = stage.weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
-    if schedule.played:
-        stage.pipeline = Linear([(largest, float(m)), (program.variable(1.0), 1.0)])
-        return
+    share, cost = (ranks - 1) / ranks, 0.0 if schedule.played else 1.0
+    filled = Linear()
     for chunk in range(problem.num_chunks):
-        fill = program.variable((ranks - 1) / ranks)
-        for on_forward, on_inputs, on_weight in schedule.fills:
+        fill = program.variable(cost * share)
+        filled.terms.append((fill, share))
+        for on_forward, on_inputs, on_weight in schedule.fills_on(ranks):
             expression = Linear().add(forward[chunk], on_forward).add(backward[chunk], on_inputs)
             stage.at_least(fill, expression.add(weight[chunk], on_weight - on_inputs))
+    if schedule.played:
+        stage.pipeline = Linear([(largest, float(m)), (program.variable(1.0), 1.0)])
+        filled.terms.append((largest, float(m)))
+        stage.row(Linear().add(stage.pipeline).add(filled, -1.0), lower=0.0)
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:

@@ -1,18 +1,19 @@
 r"""How long filling and draining a pipeline takes at least under schedules that split backward passes.
 
-Such a schedule takes m·L + (p-1)/p·Σ max(0, φF·F + φI·I + φW·W) over its chunks (``cost_models.step_time``). Where its
-order is played uneven chunks may take less, so nothing here bounds them. With the mean over ranks for L and the sum
-over chunks in the maximum, all of one micro-batch in the whole model,
+Such a schedule takes m·L + (p-1)/p·Σ max(0, φF·F + φI·I + φW·W) over its chunks (``cost_models.step_time``), more where
+its order is played. With the mean over ranks for L and the sum over chunks in the maximum, all of one micro-batch in
+the whole model,
 
     step ≥ m/p·(F + I + W) + (p-1)/p·(φF·F + φI·I + φW·W)                                    every row φ       (fill)
 
 **Under one sharding** F, I and W are at least those of its operators and conversions. What else a choice of recompute
 and ZeRO adds to them makes the right side no less while m + (p-1)·φ ≥ 0, which φ < 0 asks of gradients that are copied
-and of reductions that outlast weight gradients: both are W.
+and of reductions that outlast weight gradients: both are W. Where φF < 0, what is added forward gains that much less.
 
 **Under any sharding** an operator of f seconds forward and b backward has W = s·b and I ≥ (1-s)·b, where its share s
 does not depend on the sharding, and one of n equal parts takes at least f/n and b/n. Let T bound all operators and
-conversions, and c = max(0, -φW). Then (p-1)·c of the m times T go to the fill, where they make up for what W takes off:
+conversions, and c = max(0, -φW, -φF). Then (p-1)·c of the m times T go to the fill, where they make up for what W and
+forwards take off:
 
     step ≥ (m - (p-1)·c)/p·T + (p-1)/p·Σ ((φF + c)·f + (φI + c)·(1-s)·b + (φW + c)·s·b)/n                  (any fill)
 
@@ -68,11 +69,11 @@ def bound_of_sharding(candidate: Candidate, seconds: PhaseSeconds, *, beside: fl
         beside: least seconds of a micro-batch beside those, ``copied`` of which copy gradients.
     """
     ranks, m = candidate.layout.pipeline, candidate.num_microbatches
-    each_time = (seconds.total + beside) * m / ranks
     return max(
         (
-            each_time
+            m / ranks * seconds.total
             + share * (on_f * seconds.forward + on_i * seconds.inputs + on_w * seconds.weights)
+            + (m / ranks + share * min(0.0, on_f)) * beside
             - share * shift * copied
             for share, shift, (on_f, on_i, on_w) in _rows(candidate)
         ),
@@ -94,7 +95,7 @@ def terms_of_all(
     return [
         (
             m / ranks - share * shift,
-            m / ranks * beside
+            (m / ranks + share * min(0.0, on_f)) * beside
             - share * shift * copied
             + share
             / parts
@@ -111,9 +112,9 @@ def terms_of_all(
 def _rows(candidate: Candidate) -> Iterator[tuple[float, float, tuple[float, float, float]]]:
     """((p-1)/p, c, φ) of each row that the bounds hold for."""
     row, ranks = SCHEDULES[candidate.schedule], candidate.layout.pipeline
-    if not row.splits_backward or row.played:
+    if not row.splits_backward:
         return
-    for on_f, on_i, on_w in row.fills:
-        shift = max(0.0, -on_w)
-        if min(on_f, on_i) >= 0 and candidate.num_microbatches >= (ranks - 1) * shift:
+    for on_f, on_i, on_w in row.fills_on(ranks):
+        shift = max(0.0, -on_w, -on_f)
+        if on_i >= 0 and candidate.num_microbatches >= (ranks - 1) * shift:
             yield (ranks - 1) / ranks, shift, (on_f, on_i, on_w)

@@ -2,9 +2,8 @@
 
 The closed form overlaps a layer's communication with its own compute; in the simulator a gather overlaps with the layer
 before. If ZeRO stages are mixed the two differ a little, and one stage for all may run faster. If the rounds of an
-interleaved schedule differ, a long round delays the others more than the closed form says. GPipe and 1F1B have one
-closed form, so that a search solves but one of them: on uneven stages 1F1B runs faster, and GPipe where communication
-is longer than compute.
+interleaved schedule differ, a long round delays the others more than the closed form says. GPipe and 1F1B are priced
+alike on equal stages: on uneven ones 1F1B runs faster, and GPipe where communication is longer than compute.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.result.outcome import StepSolution
 
-#: Schedules of one closed form: one chunk a rank, backward passes whole.
+#: Schedules of one closed form on equal stages: one chunk a rank, backward passes whole.
 PRICED_ALIKE = ("1f1b", "gpipe")
 
 
@@ -43,7 +42,7 @@ def in_other_orders(solution: StepSolution, demands: Demands) -> Iterator[StepSo
             continue
         problem = replace(solution.problem, schedule=schedule)
         if _fits(problem, solution.assignment):
-            yield replace(solution, candidate=other, problem=problem)
+            yield replace(_priced(solution, problem, solution.assignment), candidate=other)
 
 
 def _runs(candidate: Candidate) -> bool:
@@ -60,9 +59,13 @@ def plainer(solution: StepSolution) -> Iterator[StepSolution]:
     of an interleaved schedule alike; those that fit."""
     for plain in (*_uniform(solution), *even_rounds(solution.problem)):
         if _fits(solution.problem, plain):
-            seconds = step_seconds(as_step(solution.problem, plain)).total
-            stages = replace(solution.stages, assignment=plain, objective=seconds)
-            yield replace(solution, stages=stages)
+            yield _priced(solution, solution.problem, plain)
+
+
+def _priced(solution: StepSolution, problem: StageProblem, assignment: Assignment) -> StepSolution:
+    seconds = step_seconds(as_step(problem, assignment)).total
+    stages = replace(solution.stages, assignment=assignment, objective=seconds)
+    return replace(solution, problem=problem, stages=stages)
 
 
 def _uniform(solution: StepSolution) -> Iterator[Assignment]:
