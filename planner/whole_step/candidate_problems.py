@@ -69,6 +69,7 @@ class CandidateProblems:
             training=demands.training,
             recompute=demands.among("recompute", (*POLICIES, ON_HOST)),
             zero=demands.among("zero", ZERO_STAGES),
+            host_seconds=self.links_on(layout).axes.device.host_seconds,
         )
 
     def sharded(self, candidate: Candidate, weight: float = 0.0) -> Sharded | None:

@@ -187,7 +187,8 @@ class UnequalSearch(Search):
 
     def setting_on(self, candidate: Candidate, stage: frozenset[int]) -> StageSetting:
         """Where the units of a candidate run on a stage of these kinds."""
-        return replace(self.setting(candidate), links=self.devices.links(candidate.layout, stage))
+        links = self.devices.links(candidate.layout, stage)
+        return replace(self.setting(candidate), links=links, host_seconds=links.axes.device.host_seconds)
 
     def in_plan(self, candidate: Candidate, sharded: Sharded) -> Sharded:
         """The sharding at the prices of the slowest device, as a plan tells those of one micro-batch."""
