@@ -176,13 +176,12 @@ class UnequalSearch(Search):
 
     def on_ranks(self, candidate: Candidate, sharded: Sharded) -> tuple[RankPrices, ...]:
         """By pipeline rank, what units cost on its devices."""
-        setting, layout = self.setting(candidate), candidate.layout
-        prices = {}
+        layout, prices = candidate.layout, {}
         for stage in self.devices.of_stages(layout):
             if stage not in prices:
                 links = self.devices.links(layout, stage)
                 figures = self._on_links(sharded, candidate, links, stage).figures
-                prices[stage] = RankPrices(replace(setting, links=links), figures)
+                prices[stage] = RankPrices(self.setting_on(candidate, stage), figures)
         return tuple(prices[stage] for stage in self.devices.of_stages(layout))
 
     def setting_on(self, candidate: Candidate, stage: frozenset[int]) -> StageSetting:

@@ -1,0 +1,294 @@
+"""Small models are as slow as their host launches them: launches counted by hand, audited, explained, chosen by."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from cost_models import Cluster
+from cost_models.step_time import step_seconds
+from passes.ir.graph import Graph
+from passes.ir.types import MeshShape
+from passes.plan import Plan
+from passes.rules import forward_flops
+from planner.auditing.repriced_step import reprice
+from planner.calibration.call_timing import seconds_to_enqueue
+from planner.calibration.operator_cases import launched_chain
+from planner.inspection.html_report.assumption_table import assumption_rows
+from planner.inspection.objective_ledger import objective_ledger
+from planner.inspection.simulated_step import simulated_step
+from planner.inspection.time_waterfall import waterfall
+from planner.pipeline_ilp.stage_problem import as_step
+from planner.verification.verify_model import slow_devices
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.costs.level_one import LevelOne
+from planner.whole_step.costs.operator_facts import Fusion
+from planner.whole_step.costs.step_prices import StepPricing
+from planner.whole_step.plan_step import plan_step
+from tests.exhaustive import fastest_of_all
+from tests.exhaustive_models import MODELS, of_config, of_mixture, of_module, space, two_boxes
+from tests.small_models import Mlp, mlp_batch, seeded, squared_error
+from tests.test_profile import TRUE, calls_of, fitted
+from tests.test_unequal_inspection import CALL, model, two_kinds
+
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+HOST = "waiting for the host to launch operators"
+MS = 1e-3
+
+
+def hosted(cluster: Cluster, *seconds: float) -> Cluster:
+    """The cluster with hosts that need so many seconds to launch an operator, by kind of device."""
+    groups = [
+        dataclasses.replace(group, device=dataclasses.replace(group.device, host_seconds=each))
+        for group, each in zip(cluster.groups, seconds, strict=True)
+    ]
+    return dataclasses.replace(cluster, groups=tuple(groups))
+
+
+def quick_devices(count: int) -> Cluster:
+    """Devices and links that are done as soon as something is launched, which takes their hosts a millisecond."""
+    return Cluster.uniform(
+        count, flops=1e15, memory_bandwidth=1e15, latency=1e-12, bandwidth=1e15, host_seconds=MS
+    )  # fmt: skip
+
+
+@functools.cache
+def two_blocks() -> Graph:
+    return of_module(Mlp(layers=2, size=32))
+
+
+def planned(graph: Graph, cluster: Cluster, **fix: Any) -> Plan:
+    return plan_step(graph, cluster, read_demands(fix))
+
+
+#: Launches of ``Mlp(layers=2)`` forward and backward: a linear 1 and a gradient for each of input (but the first's),
+#: weight and bias; norm, gelu, addition, loss 1 and 1. First 1 + 2, two blocks of 5 + 9, last and loss 2 + 4.
+ALONE = 37
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "fix", "launches"),
+    [
+        (1, {}, ALONE),
+        # a block computes norm, up and gelu again, the last linear itself for its loss
+        (1, {"recompute": "full"}, ALONE + 2 * 3 + 1),
+        # norm and gelu
+        (1, {"recompute": "selective"}, ALONE + 2 * 2),
+        # each of four units adds up its gradients
+        (1, {"num_microbatches": 4}, 4 * (ALONE + 4)),
+        # the loss is summed over samples; each unit copies its gradients for the reduction at the end of the step
+        (2, {"dp": 2, "zero": 0}, ALONE + 1 + 4),
+        # each unit scatters its gradients too
+        (2, {"dp": 2, "zero": 2, "num_microbatches": 2}, 2 * (ALONE + 1 + 4 + 4)),
+        # each unit gathers its weights and lays them out, forward and backward
+        (2, {"dp": 2, "zero": 3}, ALONE + 1 + 4 + 4 + 4 * 2 * 2),
+        (2, {"pp": 2}, ALONE),
+    ],
+)
+def test_a_step_takes_the_launches_of_one_device(num_devices: int, fix: Mapping[str, Any], launches: int) -> None:
+    plan = planned(two_blocks(), quick_devices(num_devices), **fix)
+    assert plan.certificate.objective == pytest.approx(launches * MS, rel=1e-6)  # the optimizer takes nanoseconds
+
+
+def test_collectives_of_a_tensor_axis_are_launched_too() -> None:
+    plan = planned(two_blocks(), quick_devices(2), tp=2)
+    assert {each.axis for each in plan.collectives} == {"tp"}
+    issued = sum(each.count for each in plan.collectives)
+    assert issued > 0 and plan.certificate.objective == pytest.approx((ALONE + issued) * MS, rel=1e-6)
+
+
+def test_micro_batches_of_a_pipeline_are_launched_by_each_stage() -> None:
+    """Of stages of 1 + 2 + 5 + 9 and 5 + 9 + 2 + 4 launches; four micro-batches add gradients twice on each."""
+    plan = planned(two_blocks(), quick_devices(2), pp=2, num_microbatches=4, schedule="1f1b")
+    assert plan.certificate.objective == pytest.approx((4 * (20 + 2) + (17 + 2)) * MS, rel=1e-6)
+
+
+def test_a_host_that_takes_no_time_changes_no_plan() -> None:
+    free, plain = (planned(two_blocks(), each) for each in (hosted(two_boxes(), 0.0), two_boxes()))
+    assert free.to_json() == plain.to_json() and "host_forward" not in free.to_json()
+    slower = planned(two_blocks(), hosted(two_boxes(), 1e-5))
+    assert '"host_seconds": 1e-05' in slower.to_json() and '"host_forward"' in slower.to_json()
+    assert slower.certificate.objective > plain.certificate.objective
+    assert Plan.from_dict(json.loads(slower.to_json())) == slower
+
+
+@pytest.mark.parametrize("host", [1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize(
+    "fix",
+    [
+        {},
+        {"recompute": "full", "tp": 2, "cp": 2, "zero": 3},
+        {"recompute": "selective", "pp": 2, "zero": 2},
+        {"recompute": "regather", "tp": 2},
+        {"schedule": "zb_h1", "pp": 2, "num_microbatches": 4},
+        {"schedule": "interleaved_1f1b", "pp": 2, "tp": 2, "num_microbatches": 4},
+    ],
+    ids=str,
+)
+def test_audit_prices_and_waterfall_tell_the_objective(fix: dict[str, Any], host: float) -> None:
+    pytest.importorskip("transformers")
+    graph, cluster = _llama(), hosted(two_boxes(), host)
+    plan = planned(graph, cluster, **fix)
+    objective = plan.certificate.objective
+    assert reprice(graph, plan, cluster).seconds.total == pytest.approx(objective, rel=1e-12)
+    ledger = objective_ledger(graph, plan, cluster)
+    assert ledger.total == pytest.approx(objective, rel=1e-12)
+    played = simulated_step(plan)
+    bars = {bar.name: bar.seconds for bar in waterfall(plan, played)}
+    assert sum(bars.values()) == pytest.approx(played.seconds, rel=1e-12)
+    if host >= 1e-5:
+        assert bars[HOST] > 0.4 * played.seconds and ledger.rest[HOST] > 0.4 * objective
+    for chunk in plan.step.chunks:
+        for (costs, _), parts in zip(chunk.costs.layers, chunk.parts, strict=True):
+            assert (parts.forward, parts.backward) == pytest.approx((costs.forward, costs.backward), rel=1e-12)
+
+
+@functools.cache
+def _llama() -> Graph:
+    return of_config("tiny-llama", num_hidden_layers=4)
+
+
+def test_the_audit_finds_other_launches_out() -> None:
+    options: dict[str, Any] = {"example_inputs": mlp_batch(size=32), "loss_fn": squared_error}
+    module = seeded(functools.partial(Mlp, layers=2, size=32))
+    plan = planner.plan(module, hosted(two_boxes(), 1e-5), fuse=False, **options)
+    report = planner.audit(plan, module, **options)
+    assert report.ok, report.table()
+    device = {**plan.cluster["device"], "host_seconds": 2e-5}
+    tampered = dataclasses.replace(plan, cluster={**plan.cluster, "device": device})
+    assert not planner.audit(tampered, module, **options).ok
+
+
+def test_tensor_parallelism_does_not_help_where_the_host_is_the_slowest() -> None:
+    devices = slow_devices(8)
+    graph = MODELS["2-block mlp"]()
+    free, bound = planned(graph, devices), planned(graph, hosted(devices, 1e-4))
+    assert free.step.axes["tp"] == 8 and bound.step.axes["tp"] == 1
+    forced = planned(graph, hosted(devices, 1e-4), tp=8)
+    assert forced.certificate.objective > bound.certificate.objective
+
+
+def test_larger_micro_batches_win_where_the_host_is_the_slowest() -> None:
+    devices, graph = slow_devices(8), MODELS["6-block mlp"]()
+    free, bound = (planned(graph, each, pp=4) for each in (devices, hosted(devices, 1e-5)))
+    assert free.step.num_microbatches == 4 and bound.step.num_microbatches == 1
+    assert bound.step.local_batch > free.step.local_batch
+
+
+@pytest.mark.parametrize("host", [1e-6, 1e-5])
+@pytest.mark.parametrize("fix", [{}, {"pp": 2, "zero": (0, 3), "recompute": ("none", "full")}], ids=str)
+def test_search_finds_the_fastest_of_all(fix: dict[str, Any], host: float) -> None:
+    cluster = hosted(two_boxes(), host)
+    search = Search(LevelOne(cluster, *space("2-block mlp")), cluster, read_demands(fix, gap=0.0, time_limit=600.0))
+    outcome = search.run()
+    best = outcome.solutions[0]
+    assert best.seconds == pytest.approx(fastest_of_all(search).seconds, rel=1e-9)
+    assert best.seconds == pytest.approx(step_seconds(as_step(best.problem, best.assignment)).total, rel=1e-9)
+    assert outcome.bound == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_stages_on_unequal_devices_are_launched_by_their_own_hosts() -> None:
+    options: dict[str, Any] = {"fix": {"pp": 2, "tp": 1, "num_microbatches": 1, "zero": 0}, "fuse": False, **CALL}
+    alike = planner.plan(model(), hosted(two_kinds(1.0, 1.0), 1e-3, 1e-3), **options)
+    slower = planner.plan(model(), hosted(two_kinds(1.0, 1.0), 1e-3, 4e-3), **options)
+    assert slower.certificate.bound <= slower.certificate.objective
+    layers = [sum(group.count for group in chunk.groups) for chunk in slower.step.chunks]
+    of_alike = [sum(group.count for group in chunk.groups) for chunk in alike.step.chunks]
+    ranks = {device.name: rank for rank, device in enumerate(slower.step.stage_devices)}
+    assert layers[ranks["b"]] < min(of_alike)  # every unit that the slower host launches prolongs the step
+    for plan in (alike, slower):
+        report = planner.audit(plan, model(), **CALL)
+        assert report.ok, report.table()
+    reasons = slower.explain("*", model=model(), **CALL)
+    assert sum(reasons.prices.values()) == pytest.approx(slower.certificate.objective, rel=1e-6)
+    assert hosted(two_kinds(1.0, 1.0), 1e-3, 4e-3).device.host_seconds == 4e-3
+
+
+class OneSecond:
+    """Prices of a second for each kernel, so that seconds are launches."""
+
+    overlap_slowdown = 0.0
+
+    def compute_seconds(self, **_: Any) -> float:
+        return 1.0
+
+    def collective_seconds(self, collective: str, **_: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("name", ["mlp", "mixture", "gpt2", "llama", "t5"])
+def test_launches_are_the_kernels_that_are_priced(name: str) -> None:
+    if name in ("gpt2", "llama", "t5"):
+        pytest.importorskip("transformers")
+    graph = {"mlp": two_blocks, "mixture": of_mixture}[name]() if name in ("mlp", "mixture") else MODELS[name]()
+    pricing = StepPricing(OneSecond(), MeshShape.from_dict({"dp": 1}), states=frozenset(), fusion=Fusion())
+    for node in graph.nodes:
+        if node.constant:
+            continue
+        inputs, outputs = [("R",)] * len(node.inputs), [("R",)] * len(node.outputs)
+        flops = forward_flops(node, graph.values)
+        kernels = pricing.compute(node, graph.values, inputs, outputs, flops=flops, cut=1.0, live=True)
+        assert pricing.launches(node, graph.values, inputs, outputs, flops=flops, live=True) == kernels, node.op
+        assert pricing.launches(node, graph.values, inputs, outputs, flops=flops, live=False)[1] == 0
+
+
+FILE = """
+name = "here"
+[device]
+name = "GPU"
+memory_bytes = 24e9
+memory_bandwidth = 1e12
+launch_overhead = 4e-6
+host_seconds = 8e-6
+flops = { float32 = 40e12 }
+[[levels]]
+name = "bus"
+size = 2
+latency = 1e-5
+bandwidth = 1e10
+"""
+
+
+def test_a_cluster_file_may_say_it(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    path.write_text(FILE)
+    cluster = Cluster.from_toml(path)
+    assert cluster.device.host_seconds == 8e-6 and Cluster.from_dict(cluster.to_dict()) == cluster
+    path.write_text(FILE.replace("host_seconds = 8e-6\n", ""))
+    assert Cluster.from_toml(path).device.host_seconds == 0.0
+    assert "host_seconds" not in Cluster.from_toml(path).to_dict()["device"]
+    path.write_text(FILE.replace("8e-6", "-8e-6"))
+    with pytest.raises(ValueError, match=r"device\.host_seconds must be a finite number of seconds, 0 or more"):
+        Cluster.from_toml(path)
+
+
+def test_the_report_names_it_where_it_is_priced() -> None:
+    priced, plain = (planned(two_blocks(), each) for each in (quick_devices(1), slow_devices(1)))
+    rows = {row[0]: row[1] for row in assumption_rows(priced)}
+    assert rows["host, to launch an operator"] == "1 ms"
+    assert "host, to launch an operator" not in {row[0] for row in assumption_rows(plain)}
+
+
+def test_a_chain_is_enqueued_forward_and_backward() -> None:
+    """For form: on processors this is the operators' own time."""
+    cpu = torch.device("cpu")
+    chain = launched_chain(torch.bfloat16, cpu, length=20)
+    (gradient,) = chain()
+    assert gradient.dtype == torch.bfloat16 and bool((gradient == 1).all())
+    assert seconds_to_enqueue(chain, cpu, agree=lambda seconds: seconds, operators=40) > 0.0
+
+
+def test_what_was_measured_of_the_host_is_fitted() -> None:
+    calls = calls_of(TRUE)
+    launch = next(call for call in calls if call.kind == "launch")
+    assert fitted(calls).device.host_seconds == 0.0
+    assert fitted([*calls, dataclasses.replace(launch, kind="host", seconds=7e-6)]).device.host_seconds == 7e-6
