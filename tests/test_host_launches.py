@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from planner.inspection.html_report.assumption_table import assumption_rows
 from planner.inspection.objective_ledger import objective_ledger
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.time_waterfall import waterfall
+from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.verification.verify_model import slow_devices
 from planner.whole_step.best_first import Search
@@ -39,6 +42,7 @@ from tests.exhaustive_models import MODELS, of_config, of_mixture, of_module, sp
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 from tests.test_profile import TRUE, calls_of, fitted
 from tests.test_unequal_inspection import CALL, model, two_kinds
+from tests.test_unequal_shardings import COLUMNS, NOT_CUT, ROWS, search_with, space_under, with_memory
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 HOST = "waiting for the host to launch operators"
@@ -100,10 +104,15 @@ def test_a_step_takes_the_launches_of_one_device(num_devices: int, fix: Mapping[
 
 
 def test_collectives_of_a_tensor_axis_are_launched_too() -> None:
-    plan = planned(two_blocks(), quick_devices(2), tp=2)
-    assert {each.axis for each in plan.collectives} == {"tp"}
-    issued = sum(each.count for each in plan.collectives)
-    assert issued > 0 and plan.certificate.objective == pytest.approx((ALONE + issued) * MS, rel=1e-6)
+    """Each of two blocks sums its rows forward, and the gradients of its input backward."""
+    pins = {"layers.*.up:*": {"tp": "cut n"}, "layers.*.down:*": {"tp": "cut k"}}
+    module = seeded(functools.partial(Mlp, layers=2, size=32))
+    options: dict[str, Any] = {"example_inputs": mlp_batch(size=32), "loss_fn": squared_error, "fuse": False}
+    plan = planner.plan(module, quick_devices(2), fix={"tp": 2}, constraints=pins, **options)
+    issued = sum(each.count for each in plan.collectives if each.axis == "tp")
+    assert plan.certificate.objective == pytest.approx((ALONE + issued) * MS, rel=1e-6) and issued == 2 * 2
+    free = planner.plan(module, quick_devices(2), fix={"tp": 2}, **options)
+    assert not free.collectives and free.certificate.objective == pytest.approx(ALONE * MS, rel=1e-6)
 
 
 def test_micro_batches_of_a_pipeline_are_launched_by_each_stage() -> None:
@@ -169,12 +178,13 @@ def test_the_audit_finds_other_launches_out() -> None:
 
 
 def test_tensor_parallelism_does_not_help_where_the_host_is_the_slowest() -> None:
-    devices = slow_devices(8)
-    graph = MODELS["2-block mlp"]()
-    free, bound = planned(graph, devices), planned(graph, hosted(devices, 1e-4))
-    assert free.step.axes["tp"] == 8 and bound.step.axes["tp"] == 1
-    forced = planned(graph, hosted(devices, 1e-4), tp=8)
-    assert forced.certificate.objective > bound.certificate.objective
+    """Eight devices on its axis are more than five times as fast as one where launches cost nothing, else no faster."""
+    graph = of_module(Mlp(layers=2, size=128, hidden=512), size=128)
+    gains = []
+    for devices in (slow_devices(8), hosted(slow_devices(8), 1e-1)):
+        cut, whole = (planned(graph, devices, dp=1, cp=1, pp=1, tp=8), planned(graph, devices.subset(1)))
+        gains.append(whole.certificate.objective / cut.certificate.objective)
+    assert gains[0] > 5 and gains[1] == pytest.approx(1.0, abs=0.02)
 
 
 def test_larger_micro_batches_win_where_the_host_is_the_slowest() -> None:
@@ -196,6 +206,26 @@ def test_search_finds_the_fastest_of_all(fix: dict[str, Any], host: float) -> No
     assert outcome.bound == pytest.approx(best.seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("host", [5e-6, 1e-4])
+def test_no_pinned_sharding_is_faster(host: float) -> None:
+    """All ways to cut ``up``, ``down`` and ``last``. What is fastest on the devices alone takes up to a third more."""
+    cluster, demands = hosted(slow_devices(4), host), read_demands({"tp": 4, "pp": 1}, gap=0.0, time_limit=600.0)
+
+    def search(*choices: Any) -> Search:
+        return Search(LevelOne(cluster, *space_under(*choices)), cluster, demands)
+
+    free = search()
+    (best, *_), pinned = free.run().solutions, []
+    for choices in itertools.product((NOT_CUT, COLUMNS, ROWS), repeat=3):
+        solutions = search(*choices).run().solutions
+        pinned += [solution.seconds for solution in solutions[:1]]
+    assert len(pinned) > 10 and best.seconds == pytest.approx(min(pinned), rel=1e-9)
+    assert best.candidate.bound(best.sharded.variant.launched) <= best.seconds
+    alone = free.fastest(best.candidate)
+    assert alone is not None and alone.seconds < best.sharded.seconds
+    assert best.sharded.least_seconds == pytest.approx(alone.least_seconds, rel=1e-9)
+
+
 def test_stages_on_unequal_devices_are_launched_by_their_own_hosts() -> None:
     options: dict[str, Any] = {"fix": {"pp": 2, "tp": 1, "num_microbatches": 1, "zero": 0}, "fuse": False, **CALL}
     alike = planner.plan(model(), hosted(two_kinds(1.0, 1.0), 1e-3, 1e-3), **options)
@@ -211,6 +241,24 @@ def test_stages_on_unequal_devices_are_launched_by_their_own_hosts() -> None:
     reasons = slower.explain("*", model=model(), **CALL)
     assert sum(reasons.prices.values()) == pytest.approx(slower.certificate.objective, rel=1e-6)
     assert hosted(two_kinds(1.0, 1.0), 1e-3, 4e-3).device.host_seconds == 4e-3
+
+
+@pytest.mark.parametrize("hosts", [(2e-5, 2e-5), (1e-5, 1e-4)], ids=str)
+def test_no_pinned_sharding_on_unequal_devices_is_below_the_bound(hosts: tuple[float, float]) -> None:
+    """As ``test_unequal_shardings`` without hosts; one kind is three times as fast."""
+    cluster = hosted(with_memory(two_kinds(3.0, 1.0), 1e9), *hosts)
+    fix = {"pp": (2,), "tp": (2,), "num_microbatches": (1,), "recompute": ("none", "full")}
+    demands = read_demands(fix, gap=1e-4, time_limit=600.0)
+    outcome, best = search_with((), cluster, demands).run(), math.inf
+    for choices in itertools.product((NOT_CUT, COLUMNS, ROWS), repeat=3):
+        search = search_with(choices, cluster, demands)
+        for entry in list(search._first_entries()):
+            sharded = search.sharded(entry.candidate)
+            solved = None if sharded is None else solve_stages(search.problem(entry.candidate, sharded), gap=0.0)
+            if solved is not None and solved.assignment is not None:
+                best = min(best, solved.objective)
+    assert 0.5 * best <= outcome.proved <= best * (1.0 + 1e-9)
+    assert outcome.solutions[0].seconds <= best * 1.1
 
 
 class OneSecond:

@@ -353,7 +353,9 @@ class Search(BoundedSearch):
             return
         elsewhere = self.level_one.may_be_better_elsewhere(candidate.cut)
         if candidate.layout.order == ORDERS[0] and not entry.weight and not elsewhere:
-            self.bounds.learn(candidate.cut, sharded.without_samples)
+            fastest = self.fastest(candidate)
+            self.bounds.learn(candidate.cut, (fastest or sharded).without_samples)
+        entry = replace(entry, launched=max(entry.launched, sharded.variant.launched))
         bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
             filled = self._bound_of_sharding(entry, sharded) if bound < self._cutoff() else bound

@@ -424,6 +424,7 @@ class BatchPrices:
         self.inner = cost_model
         self.compute_seconds = cost_model.compute_seconds
         self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
+        self.host_seconds: float = getattr(cost_model, "host_seconds", 0.0)
         self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
