@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 import math
+import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.operator_facts import Fusion
 from planner.whole_step.costs.step_prices import StepPricing
+from planner.whole_step.further_shardings import FurtherShardings
 from planner.whole_step.plan_step import plan_step
-from tests.exhaustive import fastest_of_all
+from tests.exhaustive import fastest, fastest_of_all
 from tests.exhaustive_models import MODELS, of_config, of_mixture, of_module, space, two_boxes
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 from tests.test_profile import TRUE, calls_of, fitted
@@ -52,10 +54,10 @@ MS = 1e-3
 def hosted(cluster: Cluster, *seconds: float) -> Cluster:
     """The cluster with hosts that need so many seconds to launch an operator, by kind of device."""
     groups = [
-        dataclasses.replace(group, device=dataclasses.replace(group.device, host_seconds=each))
+        replace(group, device=replace(group.device, host_seconds=each))
         for group, each in zip(cluster.groups, seconds, strict=True)
     ]
-    return dataclasses.replace(cluster, groups=tuple(groups))
+    return replace(cluster, groups=tuple(groups))
 
 
 def quick_devices(count: int) -> Cluster:
@@ -173,7 +175,7 @@ def test_the_audit_finds_other_launches_out() -> None:
     report = planner.audit(plan, module, **options)
     assert report.ok, report.table()
     device = {**plan.cluster["device"], "host_seconds": 2e-5}
-    tampered = dataclasses.replace(plan, cluster={**plan.cluster, "device": device})
+    tampered = replace(plan, cluster={**plan.cluster, "device": device})
     assert not planner.audit(tampered, module, **options).ok
 
 
@@ -204,6 +206,20 @@ def test_search_finds_the_fastest_of_all(fix: dict[str, Any], host: float) -> No
     assert best.seconds == pytest.approx(fastest_of_all(search).seconds, rel=1e-9)
     assert best.seconds == pytest.approx(step_seconds(as_step(best.problem, best.assignment)).total, rel=1e-9)
     assert outcome.bound == pytest.approx(best.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("host", [1e-6, 1e-5])
+@pytest.mark.parametrize("fix", [{"pp": 1, "recompute": ("none", "full")}, {"pp": 4, "zero": 0}], ids=str)
+def test_no_plan_takes_less_than_the_bounds(fix: dict[str, Any], host: float) -> None:
+    cluster, chooser = hosted(two_boxes(), host), random.Random(0)
+    search = Search(LevelOne(cluster, *space("2-block mlp")), cluster, read_demands(fix, time_limit=600.0))
+    for entry in search._first_entries():
+        sharded, alone = search.sharded(entry.candidate), search.fastest(entry.candidate)
+        assert sharded is not None and alone is not None
+        optimum = fastest(search.problem(entry.candidate, sharded), chooser).seconds
+        launched = replace(entry, launched=max(entry.launched, sharded.variant.launched))
+        assert entry.bound <= optimum * (1.0 + 1e-9)
+        assert search._bound(launched, alone.least_seconds) <= optimum * (1.0 + 1e-9)
 
 
 @pytest.mark.parametrize("host", [5e-6, 1e-4])
@@ -243,13 +259,14 @@ def test_stages_on_unequal_devices_are_launched_by_their_own_hosts() -> None:
     assert hosted(two_kinds(1.0, 1.0), 1e-3, 4e-3).device.host_seconds == 4e-3
 
 
-@pytest.mark.parametrize("hosts", [(2e-5, 2e-5), (1e-5, 1e-4)], ids=str)
+@pytest.mark.parametrize("hosts", [(2e-6, 2e-5), (2e-5, 2e-5), (1e-5, 1e-4)], ids=str)
 def test_no_pinned_sharding_on_unequal_devices_is_below_the_bound(hosts: tuple[float, float]) -> None:
     """As ``test_unequal_shardings`` without hosts; one kind is three times as fast."""
     cluster = hosted(with_memory(two_kinds(3.0, 1.0), 1e9), *hosts)
     fix = {"pp": (2,), "tp": (2,), "num_microbatches": (1,), "recompute": ("none", "full")}
     demands = read_demands(fix, gap=1e-4, time_limit=600.0)
-    outcome, best = search_with((), cluster, demands).run(), math.inf
+    free, best = search_with((), cluster, demands), math.inf
+    outcome, further = free.run(), FurtherShardings(free, {})
     for choices in itertools.product((NOT_CUT, COLUMNS, ROWS), repeat=3):
         search = search_with(choices, cluster, demands)
         for entry in list(search._first_entries()):
@@ -257,6 +274,7 @@ def test_no_pinned_sharding_on_unequal_devices_is_below_the_bound(hosts: tuple[f
             solved = None if sharded is None else solve_stages(search.problem(entry.candidate, sharded), gap=0.0)
             if solved is not None and solved.assignment is not None:
                 best = min(best, solved.objective)
+                assert further.bound_by_units(entry.candidate, math.inf) <= solved.objective * (1.0 + 1e-9)
     assert 0.5 * best <= outcome.proved <= best * (1.0 + 1e-9)
     assert outcome.solutions[0].seconds <= best * 1.1
 
@@ -339,4 +357,4 @@ def test_what_was_measured_of_the_host_is_fitted() -> None:
     calls = calls_of(TRUE)
     launch = next(call for call in calls if call.kind == "launch")
     assert fitted(calls).device.host_seconds == 0.0
-    assert fitted([*calls, dataclasses.replace(launch, kind="host", seconds=7e-6)]).device.host_seconds == 7e-6
+    assert fitted([*calls, replace(launch, kind="host", seconds=7e-6)]).device.host_seconds == 7e-6
