@@ -24,6 +24,7 @@ from passes.plan import Plan
 from passes.rules import forward_flops
 from planner.auditing.repriced_step import reprice
 from planner.calibration.call_timing import seconds_to_enqueue
+from planner.calibration.measure_machine import _host, _Run
 from planner.calibration.operator_cases import launched_chain
 from planner.inspection.html_report.assumption_table import assumption_rows
 from planner.inspection.objective_ledger import objective_ledger
@@ -168,12 +169,15 @@ def _llama() -> Graph:
     return of_config("tiny-llama", num_hidden_layers=4)
 
 
-def test_the_audit_finds_other_launches_out() -> None:
+def test_a_plan_is_audited_and_explained_and_other_launches_are_found_out() -> None:
     options: dict[str, Any] = {"example_inputs": mlp_batch(size=32), "loss_fn": squared_error}
     module = seeded(functools.partial(Mlp, layers=2, size=32))
     plan = planner.plan(module, hosted(two_boxes(), 1e-5), fuse=False, **options)
     report = planner.audit(plan, module, **options)
     assert report.ok, report.table()
+    prices = plan.explain("*", model=module, **options).prices
+    assert sum(prices.values()) == pytest.approx(plan.certificate.objective, rel=1e-9)
+    assert prices[HOST] > 0.5 * plan.certificate.objective
     device = {**plan.cluster["device"], "host_seconds": 2e-5}
     tampered = replace(plan, cluster={**plan.cluster, "device": device})
     assert not planner.audit(tampered, module, **options).ok
@@ -351,6 +355,17 @@ def test_a_chain_is_enqueued_forward_and_backward() -> None:
     (gradient,) = chain()
     assert gradient.dtype == torch.bfloat16 and bool((gradient == 1).all())
     assert seconds_to_enqueue(chain, cpu, agree=lambda seconds: seconds, operators=40) > 0.0
+
+
+def test_hosts_of_accelerators_alone_are_measured(tmp_path: Path) -> None:
+    """The meta device is one that computes nothing: what is left is the host."""
+    told: list[str] = []
+    run = _Run(torch.device("cpu"), 0, 1, 1, "here", tmp_path / "calls.csv", 1.0, told.append)
+    _host(run, "bfloat16")
+    assert not run.calls and len(told) == 1 and "host_seconds stays 0" in told[0]
+    _host(replace(run, device=torch.device("meta")), "bfloat16")
+    (call,) = run.calls
+    assert (call.kind, call.place) == ("host", "bfloat16") and call.seconds > 0
 
 
 def test_what_was_measured_of_the_host_is_fitted() -> None:
