@@ -52,7 +52,7 @@ HOST = "waiting for the host to launch operators"
 MS = 1e-3
 
 
-def hosted(cluster: Cluster, *seconds: float) -> Cluster:
+def with_hosts(cluster: Cluster, *seconds: float) -> Cluster:
     """The cluster with hosts that need so many seconds to launch an operator, by kind of device."""
     groups = [
         replace(group, device=replace(group.device, host_seconds=each))
@@ -125,11 +125,20 @@ def test_micro_batches_of_a_pipeline_are_launched_by_each_stage() -> None:
 
 
 def test_a_host_that_takes_no_time_changes_no_plan() -> None:
-    free, plain = (planned(two_blocks(), each) for each in (hosted(two_boxes(), 0.0), two_boxes()))
+    free, plain = (planned(two_blocks(), each) for each in (with_hosts(two_boxes(), 0.0), two_boxes()))
+    assert "waiting for the host" not in free.summary()
     assert free.to_json() == plain.to_json() and "host_forward" not in free.to_json()
-    slower = planned(two_blocks(), hosted(two_boxes(), 1e-5))
+    slower = planned(two_blocks(), with_hosts(two_boxes(), 1e-5))
     assert '"host_seconds": 1e-05' in slower.to_json() and '"host_forward"' in slower.to_json()
     assert slower.certificate.objective > plain.certificate.objective
+    waits = sum(
+        count * (parts.host_forward + parts.host_backward)
+        for chunk in slower.step.chunks
+        for (_, count), parts in zip(chunk.costs.layers, chunk.parts, strict=True)
+    )
+    assert slower.step.axes["pp"] == 1 and slower.step.num_microbatches == 1
+    share = f"{waits / slower.step.costs.seconds:.1%}"
+    assert f"waiting for the host to launch operators: {share} of the step" in slower.summary()
     assert Plan.from_dict(json.loads(slower.to_json())) == slower
 
 
@@ -148,7 +157,7 @@ def test_a_host_that_takes_no_time_changes_no_plan() -> None:
 )
 def test_audit_prices_and_waterfall_tell_the_objective(fix: dict[str, Any], host: float) -> None:
     pytest.importorskip("transformers")
-    graph, cluster = _llama(), hosted(two_boxes(), host)
+    graph, cluster = _llama(), with_hosts(two_boxes(), host)
     plan = planned(graph, cluster, **fix)
     objective = plan.certificate.objective
     assert reprice(graph, plan, cluster).seconds.total == pytest.approx(objective, rel=1e-12)
@@ -172,7 +181,7 @@ def _llama() -> Graph:
 def test_a_plan_is_audited_and_explained_and_other_launches_are_found_out() -> None:
     options: dict[str, Any] = {"example_inputs": mlp_batch(size=32), "loss_fn": squared_error}
     module = seeded(functools.partial(Mlp, layers=2, size=32))
-    plan = planner.plan(module, hosted(two_boxes(), 1e-5), fuse=False, **options)
+    plan = planner.plan(module, with_hosts(two_boxes(), 1e-5), fuse=False, **options)
     report = planner.audit(plan, module, **options)
     assert report.ok, report.table()
     prices = plan.explain("*", model=module, **options).prices
@@ -187,7 +196,7 @@ def test_tensor_parallelism_does_not_help_where_the_host_is_the_slowest() -> Non
     """Eight devices on its axis are more than five times as fast as one where launches cost nothing, else no faster."""
     graph = of_module(Mlp(layers=2, size=128, hidden=512), size=128)
     gains = []
-    for devices in (slow_devices(8), hosted(slow_devices(8), 1e-1)):
+    for devices in (slow_devices(8), with_hosts(slow_devices(8), 1e-1)):
         cut, whole = (planned(graph, devices, dp=1, cp=1, pp=1, tp=8), planned(graph, devices.subset(1)))
         gains.append(whole.certificate.objective / cut.certificate.objective)
     assert gains[0] > 5 and gains[1] == pytest.approx(1.0, abs=0.02)
@@ -195,7 +204,7 @@ def test_tensor_parallelism_does_not_help_where_the_host_is_the_slowest() -> Non
 
 def test_larger_micro_batches_win_where_the_host_is_the_slowest() -> None:
     devices, graph = slow_devices(8), MODELS["6-block mlp"]()
-    free, bound = (planned(graph, each, pp=4) for each in (devices, hosted(devices, 1e-5)))
+    free, bound = (planned(graph, each, pp=4) for each in (devices, with_hosts(devices, 1e-5)))
     assert free.step.num_microbatches == 4 and bound.step.num_microbatches == 1
     assert bound.step.local_batch > free.step.local_batch
 
@@ -203,7 +212,7 @@ def test_larger_micro_batches_win_where_the_host_is_the_slowest() -> None:
 @pytest.mark.parametrize("host", [1e-6, 1e-5])
 @pytest.mark.parametrize("fix", [{}, {"pp": 2, "zero": (0, 3), "recompute": ("none", "full")}], ids=str)
 def test_search_finds_the_fastest_of_all(fix: dict[str, Any], host: float) -> None:
-    cluster = hosted(two_boxes(), host)
+    cluster = with_hosts(two_boxes(), host)
     search = Search(LevelOne(cluster, *space("2-block mlp")), cluster, read_demands(fix, gap=0.0, time_limit=600.0))
     outcome = search.run()
     best = outcome.solutions[0]
@@ -215,7 +224,7 @@ def test_search_finds_the_fastest_of_all(fix: dict[str, Any], host: float) -> No
 @pytest.mark.parametrize("host", [1e-6, 1e-5])
 @pytest.mark.parametrize("fix", [{"pp": 1, "recompute": ("none", "full")}, {"pp": 4, "zero": 0}], ids=str)
 def test_no_plan_takes_less_than_the_bounds(fix: dict[str, Any], host: float) -> None:
-    cluster, chooser = hosted(two_boxes(), host), random.Random(0)
+    cluster, chooser = with_hosts(two_boxes(), host), random.Random(0)
     search = Search(LevelOne(cluster, *space("2-block mlp")), cluster, read_demands(fix, time_limit=600.0))
     for entry in search._first_entries():
         sharded, alone = search.sharded(entry.candidate), search.fastest(entry.candidate)
@@ -229,7 +238,7 @@ def test_no_plan_takes_less_than_the_bounds(fix: dict[str, Any], host: float) ->
 @pytest.mark.parametrize("host", [5e-6, 1e-4])
 def test_no_pinned_sharding_is_faster(host: float) -> None:
     """All ways to cut ``up``, ``down`` and ``last``. What is fastest on the devices alone takes up to a third more."""
-    cluster, demands = hosted(slow_devices(4), host), read_demands({"tp": 4, "pp": 1}, gap=0.0, time_limit=600.0)
+    cluster, demands = with_hosts(slow_devices(4), host), read_demands({"tp": 4, "pp": 1}, gap=0.0, time_limit=600.0)
 
     def search(*choices: Any) -> Search:
         return Search(LevelOne(cluster, *space_under(*choices)), cluster, demands)
@@ -248,8 +257,8 @@ def test_no_pinned_sharding_is_faster(host: float) -> None:
 
 def test_stages_on_unequal_devices_are_launched_by_their_own_hosts() -> None:
     options: dict[str, Any] = {"fix": {"pp": 2, "tp": 1, "num_microbatches": 1, "zero": 0}, "fuse": False, **CALL}
-    alike = planner.plan(model(), hosted(two_kinds(1.0, 1.0), 1e-3, 1e-3), **options)
-    slower = planner.plan(model(), hosted(two_kinds(1.0, 1.0), 1e-3, 4e-3), **options)
+    alike = planner.plan(model(), with_hosts(two_kinds(1.0, 1.0), 1e-3, 1e-3), **options)
+    slower = planner.plan(model(), with_hosts(two_kinds(1.0, 1.0), 1e-3, 4e-3), **options)
     assert slower.certificate.bound <= slower.certificate.objective
     layers = [sum(group.count for group in chunk.groups) for chunk in slower.step.chunks]
     of_alike = [sum(group.count for group in chunk.groups) for chunk in alike.step.chunks]
@@ -260,13 +269,13 @@ def test_stages_on_unequal_devices_are_launched_by_their_own_hosts() -> None:
         assert report.ok, report.table()
     reasons = slower.explain("*", model=model(), **CALL)
     assert sum(reasons.prices.values()) == pytest.approx(slower.certificate.objective, rel=1e-6)
-    assert hosted(two_kinds(1.0, 1.0), 1e-3, 4e-3).device.host_seconds == 4e-3
+    assert with_hosts(two_kinds(1.0, 1.0), 1e-3, 4e-3).device.host_seconds == 4e-3
 
 
 @pytest.mark.parametrize("hosts", [(2e-6, 2e-5), (2e-5, 2e-5), (1e-5, 1e-4)], ids=str)
 def test_no_pinned_sharding_on_unequal_devices_is_below_the_bound(hosts: tuple[float, float]) -> None:
     """As ``test_unequal_shardings`` without hosts; one kind is three times as fast."""
-    cluster = hosted(with_memory(two_kinds(3.0, 1.0), 1e9), *hosts)
+    cluster = with_hosts(with_memory(two_kinds(3.0, 1.0), 1e9), *hosts)
     fix = {"pp": (2,), "tp": (2,), "num_microbatches": (1,), "recompute": ("none", "full")}
     demands = read_demands(fix, gap=1e-4, time_limit=600.0)
     free, best = search_with((), cluster, demands), math.inf

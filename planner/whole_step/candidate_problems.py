@@ -73,8 +73,10 @@ class CandidateProblems:
         )
 
     def sharded(self, candidate: Candidate, weight: float = 0.0) -> Sharded | None:
-        """The sharding of one candidate, see ``LevelOne.hosted``."""
-        return self.level_one.hosted(candidate.cut, candidate.layout, self.links_on(candidate.layout), weight=weight)
+        """The sharding of one candidate, see ``LevelOne.sharded_with_host``."""
+        return self.level_one.sharded_with_host(
+            candidate.cut, candidate.layout, self.links_on(candidate.layout), weight=weight
+        )
 
     def fastest(self, candidate: Candidate) -> Sharded | None:
         """The sharding that is fastest on its devices, whatever the host does, see ``LevelOne.sharded``."""

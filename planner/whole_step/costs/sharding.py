@@ -34,7 +34,7 @@ from planner.sharding_ilp.space import Roles, fill_options
 from planner.solvers.pulp_solver import HIGHS
 from planner.whole_step.costs.batch_propagation import Followed, follow_batch
 from planner.whole_step.costs.expert_regions import ExpertRegions, expert_regions
-from planner.whole_step.costs.hosted_program import TIE, hosted_program
+from planner.whole_step.costs.host_program import TIE, host_program
 from planner.whole_step.costs.launch_counts import OptionLaunches
 from planner.whole_step.costs.operator_facts import Fusion, OperatorTable
 from planner.whole_step.costs.solved_sharding import SolvedSharding, solved_sharding
@@ -260,32 +260,32 @@ class Shardings:
             name, self.cut, self.problem, self.pricing, best.assignment, best.ilp, self.fastest.slack, self.along
         )
 
-    def hosted(self, *, weight: float = 0.0) -> Variant | None:
+    def variant_with_host(self, *, weight: float = 0.0) -> Variant | None:
         """The same of the longer of device and host for each unit; on devices alone where hosts are not priced, or
         linear layers may exchange their rows together."""
         variant = self.variant(weight=weight)
-        if variant is None or self.fastest is None or self.fastest_hosted is None:
+        if variant is None or self.fastest is None or self.fastest_with_host is None:
             return variant
-        best, fastest = self.fastest_hosted, self.fastest.assignment
+        best, fastest = self.fastest_with_host, self.fastest.assignment
         slack = best.assignment.seconds - fastest.seconds + self.fastest.slack
         if weight and fastest.memory:
-            heavier = self._weighed(self.hosted_ilp, weight * fastest.seconds / fastest.memory)
+            heavier = self._weighed(self.host_ilp, weight * fastest.seconds / fastest.memory)
             best, slack = self._solved(heavier, follows_steps=True) or best, self.fastest.slack
-        launched = self.fastest_hosted.bound / (1.0 + TIE)
+        launched = self.fastest_with_host.bound / (1.0 + TIE)
         return replace(variant, assignment=best.assignment, ilp=best.ilp, slack=slack, launched=launched)
 
     @functools.cached_property
-    def hosted_ilp(self) -> ShardingIlp:
+    def host_ilp(self) -> ShardingIlp:
         """The program in which each unit takes the longer of its device's and its host's seconds."""
         units = find_units(self.space.graph, self.problem.runs)
         launches = OptionLaunches(self.space.offers, self.space.live, self.pricing)
-        return hosted_program(self.ilp, units, launches, host_seconds=self.host_seconds)
+        return host_program(self.ilp, units, launches, host_seconds=self.host_seconds)
 
     @functools.cached_property
-    def fastest_hosted(self) -> SolvedSharding | None:
+    def fastest_with_host(self) -> SolvedSharding | None:
         """The sharding that is best in those; None where hosts are not priced, or siblings share what they exchange."""
         is_priced = self.host_seconds and not self.problem.siblings
-        return self._solved(self.hosted_ilp, follows_steps=True) if is_priced else None
+        return self._solved(self.host_ilp, follows_steps=True) if is_priced else None
 
     def _solved(self, ilp: ShardingIlp, *, follows_steps: bool = False) -> SolvedSharding | None:
         return solved_sharding(ilp, self.lattices, self.solver, follows_steps=follows_steps)

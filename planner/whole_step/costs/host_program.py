@@ -33,7 +33,7 @@ PHASES = (0, 1)
 TIE = 1e-3
 
 
-def hosted_program(
+def host_program(
     ilp: ShardingIlp, units: Sequence[ModelUnit], launches: OptionLaunches, *, host_seconds: float
 ) -> ShardingIlp:
     """The program with the rows above and their objective."""
