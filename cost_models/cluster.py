@@ -229,11 +229,12 @@ class Cluster:
         memory_bytes: float = math.inf,
         memory_bandwidth: float = math.inf,
         launch_overhead: float = 0.0,
+        host_seconds: float = 0.0,
     ) -> Cluster:
         """Equal devices on equal links, for closed forms: as it stands computing is free, and α = β = 1."""
         device = {
             "name": "uniform", "flops": {"float32": flops}, "memory_bytes": memory_bytes,
-            "memory_bandwidth": memory_bandwidth, "launch_overhead": launch_overhead,
+            "memory_bandwidth": memory_bandwidth, "launch_overhead": launch_overhead, "host_seconds": host_seconds,
         }  # fmt: skip
         level = {"name": "link", "size": num_devices, "latency": latency, "bandwidth": bandwidth}
         return Cluster.from_dict({"name": "uniform", "device": device, "levels": [level]})

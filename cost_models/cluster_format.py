@@ -11,6 +11,7 @@
     memory_bandwidth = 1e12        # bytes/s
     launch_overhead = 4e-6         # seconds
     overlap_slowdown = 0.1         # optional: seconds lost to compute for each second of communication beside it
+    host_seconds = 8e-6            # optional: seconds that the host needs to launch one operator or collective
     [device.flops]                 # dense peak per second by dtype; float32 is required and stands in for the rest
     float32 = 40e12
     tfloat32 = 80e12               # float32 with TF32 allowed
@@ -54,9 +55,9 @@
     latency = 22e-6
     bandwidth = 1e9
 
-Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes and
-overlap_slowdown may be 0) and, in a file, finite: only ``Cluster.uniform`` has devices and links that cost nothing. A
-preset file may also have a ``[match]`` table, see ``cost_models.live``.
+Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes,
+overlap_slowdown and host_seconds may be 0) and, in a file, finite: only ``Cluster.uniform`` has devices and links that
+cost nothing. A preset file may also have a ``[match]`` table, see ``cost_models.live``.
 
 **Efficiency.** Kinds are those of ``cost_models.efficiency.KIND_STAND_IN``; a kind without a table takes that of its
 stand-in, and reaches the full peak if that has none either. ``flops`` is the share of the peak rate by the number of
@@ -128,7 +129,7 @@ _TOP_KEYS = ("name", "device", "devices", "levels", "match", "profile", "unequal
 UNEQUAL = REORDER, IN_ORDER, SLOWEST = ("reorder", "in-order", "slowest")
 _DEVICE_KEYS = (
     "name", "flops", "memory_bytes", "memory_bandwidth", "launch_overhead", "reserved_bytes", "overlap_slowdown",
-    "efficiency",
+    "host_seconds", "efficiency",
 )  # fmt: skip
 _LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "shared_by", "protocols", "exceptions", "wiring", "links")
 _PROTOCOL_KEYS = tuple(entry.name for entry in fields(Protocol))
@@ -199,6 +200,8 @@ def _format_device(device: Device) -> dict[str, Any]:
         "reserved_bytes": device.reserved_bytes,
         "overlap_slowdown": device.overlap_slowdown,
     }
+    if device.host_seconds:
+        data["host_seconds"] = device.host_seconds
     if device.efficiency:
         data["efficiency"] = format_efficiency(device.efficiency)
     return data
@@ -281,6 +284,7 @@ def _parse_device(table: Table, where: str) -> Device:
         launch_overhead=get_seconds(table, "launch_overhead", where),
         reserved_bytes=get_share(table, "reserved_bytes", where, below=memory_bytes),
         overlap_slowdown=get_share(table, "overlap_slowdown", where, below=1.0),
+        host_seconds=get_seconds(table, "host_seconds", where) if "host_seconds" in table else 0.0,
         efficiency=parse_efficiency(table.get("efficiency", {}), f"{where}.efficiency"),
     )
 

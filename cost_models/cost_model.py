@@ -65,6 +65,11 @@ class CostModel:
         """Seconds that computing loses for each second of communication beside it."""
         return self.device.overlap_slowdown
 
+    @property
+    def host_seconds(self) -> float:
+        """Seconds that the host needs to launch one operator or collective; 0 where that is not priced."""
+        return self.device.host_seconds
+
     def compute_seconds(
         self,
         *,

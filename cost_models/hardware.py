@@ -26,6 +26,8 @@ class Device(ShortRepr):
         reserved_bytes: of the memory, what tensors cannot have: the driver's context, libraries, a display.
         overlap_slowdown: seconds that computing loses for each second of communication that runs beside it: both need
             processors and memory bandwidth.
+        host_seconds: seconds that the host needs to launch one operator or collective, during which the device may run
+            what was launched before; 0: not measured, and not priced.
         efficiency: by kind of work, what share of the peaks is reached; full peaks for kinds that are not in it.
     """
 
@@ -36,6 +38,7 @@ class Device(ShortRepr):
     launch_overhead: float
     reserved_bytes: float = 0.0
     overlap_slowdown: float = 0.0
+    host_seconds: float = 0.0
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
 
     @property
@@ -248,6 +251,7 @@ def slowest_device(groups: Sequence[DeviceGroup]) -> Device:
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
         launch_overhead=max(device.launch_overhead for device in devices),
         overlap_slowdown=max(device.overlap_slowdown for device in devices),
+        host_seconds=max(device.host_seconds for device in devices),
     )
 
 

@@ -109,6 +109,7 @@ class LayerSeconds:
         unpack_forward, unpack_backward: pieces of weights cast, and laid out whole once they are gathered.
         contention_forward, contention_backward: by how much compute slows down beside gathers and reductions.
         carry_forward, carry_backward: by how much activations take longer to the host, and back, than all that.
+        host_forward, host_backward: by how much the host takes longer to launch all of it than it takes.
     """
 
     compute_forward: float = 0.0
@@ -124,18 +125,20 @@ class LayerSeconds:
     contention_backward: float = 0.0
     carry_forward: float = 0.0
     carry_backward: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
 
     @property
     def forward(self) -> float:
         computing = self.compute_forward + self.communication_forward + self.unpack_forward
-        return computing + self.contention_forward + self.carry_forward
+        return computing + self.contention_forward + self.carry_forward + self.host_forward
 
     @property
     def backward(self) -> float:
         computing = self.compute_backward + self.communication_backward
         again = self.recompute + self.recommunicate
         copying = self.accumulate + self.unpack_backward
-        return computing + again + copying + self.contention_backward + self.carry_backward
+        return computing + again + copying + self.contention_backward + self.carry_backward + self.host_backward
 
 
 @dataclass(frozen=True, kw_only=True)

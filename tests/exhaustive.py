@@ -145,7 +145,7 @@ def fastest_of_all(search: Search, *, seed: int = 0) -> Best:
         candidates += 1
         links = Links.of(search.cluster, candidate.layout)
         for weight in BYTE_WEIGHTS:
-            sharded = search.level_one.sharded(candidate.cut, candidate.layout, links, weight=weight)
+            sharded = search.level_one.sharded_with_host(candidate.cut, candidate.layout, links, weight=weight)
             if sharded is None:
                 continue
             combined = fastest(search.problem(candidate, sharded), chooser)

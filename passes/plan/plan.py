@@ -25,6 +25,8 @@ from passes.plan.step_summary import brief_step, headline
 from passes.plan.text_tables import format_seconds
 
 T = TypeVar("T")
+#: Fields that a file has where they are not zero: of costs that few clusters price.
+_OPTIONAL = frozenset(("host_forward", "host_backward"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,7 +111,7 @@ class Plan(PlanData):
         return exported
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return as_json(self)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -134,6 +136,15 @@ class Plan(PlanData):
         check_grammar(plan)
         check_plan(plan)
         return plan
+
+
+def as_json(plan: Any) -> str:
+    """A plan, a dataclass, as the text of its file."""
+
+    def fields(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in items if value or name not in _OPTIONAL}
+
+    return json.dumps(asdict(plan, dict_factory=fields), indent=1) + "\n"
 
 
 def read_plan_file(path: str | Path, from_dict: Callable[[Any], T]) -> T:

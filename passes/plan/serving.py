@@ -6,9 +6,7 @@ two plans inside are checked as those of a step are.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from cost_models.records import from_plain
 from cost_models.short_text import fold
 from cost_models.text import counted, printable_lines
 from passes.ir.types import MeshShape
-from passes.plan.plan import Plan, read_plan_file
+from passes.plan.plan import Plan, as_json, read_plan_file
 from passes.plan.plan_checks import MAX_ELEMENTS, SERVING, check_plan, check_version
 from passes.plan.plan_data import PLAN_VERSION
 from passes.plan.plan_grammar import check_grammar
@@ -167,7 +165,7 @@ class ServingPlan:
     # -- files --------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return as_json(self)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all.

@@ -241,6 +241,10 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
         yield f"collectives inside layers that compute waits for: {collectives / costs.total:.1%} of a micro-batch"
     if step.costs.exposed >= 0.01:
         yield f"communication that finds nothing to hide behind: {step.costs.exposed:.1%} of the step"
+    waiting = _launch_seconds(step)
+    if waiting >= 0.01 * step.costs.seconds > 0:
+        share = _share(waiting, step.costs.seconds)
+        yield f"waiting for the host to launch operators: {share} of the step"
     if step.axes.get("pp", 1) > 1:
         passing = f"{counted(step.num_microbatches, 'micro-batch')} pass {counted(step.axes['pp'], 'rank')}"
         yield f"pipeline bubble {step.costs.bubble:.1%}: {passing}"
@@ -252,6 +256,16 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
     if EFFORT_LIMIT in plan.certificate.status:
         bound = format_seconds(plan.certificate.bound)
         yield f"the search reached max_programs: a better plan may exist, down to {bound} (more programs would tell)"
+
+
+def _launch_seconds(step: StepPlan) -> float:
+    """Seconds of all micro-batches in which the rank that does so the longest waits for its host."""
+    waits: dict[int, float] = {}
+    for chunk in step.chunks:
+        for (_, count), parts in zip(chunk.costs.layers, chunk.parts, strict=True):
+            each = count * (parts.host_forward + parts.host_backward)
+            waits[chunk.rank] = waits.get(chunk.rank, 0.0) + each
+    return step.num_microbatches * max(waits.values(), default=0.0)
 
 
 def _memory_reason(step: StepPlan) -> str:

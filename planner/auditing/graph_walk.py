@@ -39,6 +39,7 @@ class Charge:
     Attributes:
         name: of the node or of the value, as they stand in the unfolded graph.
         copy: (block, copy) where the value is what a copy of a block takes from the one before, else None.
+        kernels, collectives: how many of them the host launches for it, forward and backward.
     """
 
     name: str
@@ -46,6 +47,12 @@ class Charge:
     communication: tuple[float, float] = (0.0, 0.0)
     step: Edge | None = None
     copy: Copy | None = None
+    kernels: tuple[int, int] = (0, 0)
+    collectives: tuple[int, int] = (0, 0)
+
+    def launches(self, phase: int) -> int:
+        """What the host launches for it, forward (0) or backward (1)."""
+        return self.kernels[phase] + self.collectives[phase]
 
 
 @dataclass(frozen=True)
@@ -213,11 +220,15 @@ class _Walker:
             raise ValueError(f"{node.op} ({node.key!r}) gives {outputs}, the plan says {planned.outputs}")
         live = node.name in self.live
         seconds = self._compute_seconds(node, choices)
-        own_collectives = [0.0, 0.0]
+        flops = self.flops(node, self.values)
+        kernels = self.pricing.launches(node, self.values, inputs, outputs, flops=flops, live=live)
+        own_collectives, num_own = [0.0, 0.0], [0, 0]
         for issued in self._own_collectives(node, choices, seconds, live=live):
             own_collectives[issued.phase != "forward"] += issued.seconds
+            num_own[issued.phase != "forward"] += issued.seconds > 0
             add_to_tally(self.tally, (issued.collective, issued.axis, issued.phase), 1, issued.num_bytes)
-        self.charges.append(Charge(node.name, seconds, (own_collectives[0], own_collectives[1])))
+        sent, times = (own_collectives[0], own_collectives[1]), (num_own[0], num_own[1])
+        self.charges.append(Charge(node.name, seconds, sent, kernels=kernels, collectives=times))
         self.inputs[node.name], self.outputs[node.name] = inputs, outputs
         for name, placement in zip(node.inputs, inputs):
             tree = self._tree_seen_by(node, name)
@@ -355,7 +366,10 @@ class _Walker:
         forward, backward = step.collectives
         axis = step.axis_name(self.plan.mesh)
         communication = (seconds[0], seconds[1] if live else 0.0)
-        self.charges.append(Charge(value.name, communication=communication, step=(source, target), copy=copy))
+        times = int(communication[0] > 0), int(communication[1] > 0)
+        self.charges.append(
+            Charge(value.name, communication=communication, step=(source, target), copy=copy, collectives=times)
+        )
         if forward:
             add_to_tally(self.tally, (forward, axis, "forward"), 1, num_bytes)
         if backward and live:

@@ -30,7 +30,7 @@ from passes.plan import Plan
 from passes.plan.step_plan import ChunkPlan, GroupPlan, RankMemory, StepPlan
 from planner.auditing.graph_walk import GraphWalk, walk_graph
 from planner.auditing.unit_parameters import UnitParameters
-from planner.auditing.unit_prices import PricedStage, UnitPrices
+from planner.auditing.unit_prices import PricedPolicy, PricedStage, UnitPrices
 from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
@@ -272,10 +272,10 @@ class StepPricer:
         beside += min(backward - beside, reduced_once) / self.step.num_microbatches
         forward += slowdown * min(forward, early_gather * self.step.forward_passes)
         backward += slowdown * beside
-        carried = self._carried(policy.host_bytes)
+        carried, launching = self._carried(policy.host_bytes), self._launching(unit, policy, states)
         return LayerCosts(
-            forward=max(forward, carried),
-            backward=max(backward, carried),
+            forward=max(forward, carried, launching[0]),
+            backward=max(backward, carried, launching[1]),
             backward_weight=self.units.weight_seconds(unit) + adding,
             gather_forward=early_gather * self.step.forward_passes,
             gather_backward=early_gather,
@@ -288,6 +288,13 @@ class StepPricer:
             peak_bytes=policy.peak_bytes + states.transient_bytes(),
             host_bytes=policy.host_bytes,
         )
+
+    def _launching(self, unit: int, policy: PricedPolicy, states: UnitParameters) -> tuple[float, float]:
+        """Seconds in which the host launches a copy of a unit, forward and backward."""
+        each = self.links.axes.device.host_seconds
+        (forward, backward), (forward_of_states, backward_of_states) = self.units.launches(unit), states.launches()
+        again = backward + policy.launches + backward_of_states
+        return each * (forward + forward_of_states) * self.step.forward_passes, each * again
 
     def _carried(self, num_bytes: float) -> float:
         """Seconds of activations to the host, or back, while all devices of a node move as many."""

@@ -55,18 +55,29 @@ class UnitParameters:
 
     def over_groups(self, collective: str, num_bytes: Callable[[StateOfUnit], float]) -> float:
         """Seconds of one collective over the parameters that all hold alike, and of one over each rank's experts."""
+        return sum(self._of_groups(collective, num_bytes))
+
+    def _of_groups(self, collective: str, num_bytes: Callable[[StateOfUnit], float]) -> Iterator[float]:
+        """Seconds of the collective of each."""
         links, layout = self.pricer.links, self.pricer.layout
         alike = (links.pieces, links.expert_pieces) if self.is_hybrid else (links.group, links.expert_group)
-        seconds = 0.0
         for expert, prices in zip((False, True), alike):
             together = sum(num_bytes(state) for state in self.trained if self.is_apart(state) == expert)
             if layout.group_of(expert=expert) > 1 and (together or not expert):
-                seconds += prices.collective_seconds(collective, num_bytes=together, axis=DATA)
-        return seconds
+                yield prices.collective_seconds(collective, num_bytes=together, axis=DATA)
 
     def is_apart(self, state: StateOfUnit) -> bool:
         """Whether a parameter is reduced over fewer devices than the rest."""
         return state.expert and self.pricer.layout.expert > 1
+
+    def launches(self) -> tuple[int, int]:
+        """Collectives and passes over parameters that a micro-batch launches, in a forward pass and backward."""
+        each_pass, backward = 0, _count(self._accumulated())
+        if self.zero == 3:
+            each_pass = _count(self._of_groups("all_gather", self.whole_bytes)) + _count(self._unpacked())
+        if self.zero >= 2:
+            backward += _count(self._of_groups("reduce_scatter", self.gradient_bytes))
+        return each_pass, each_pass + backward
 
     def gather(self) -> float:
         return self.over_groups("all_gather", self.whole_bytes)
@@ -105,7 +116,11 @@ class UnitParameters:
         first the pieces that were reduced are read, read, written. On one device that updates what it computes with
         autograd adds them where they are, and copies none.
         """
-        count, total = self.pricer.step.num_microbatches, 0.0
+        return sum(self._accumulated())
+
+    def _accumulated(self) -> Iterator[float]:
+        """Seconds of that for the parameters that as many devices hold alike."""
+        count = self.pricer.step.num_microbatches
         for states, group in self._held_alike():
             read, written = sum(map(self.whole_bytes, states)), sum(map(self.gradient_bytes, states))
             if group == 1 and all(map(self._is_own_working_weight, states)):
@@ -115,16 +130,17 @@ class UnitParameters:
             else:
                 first = read + written
                 further = first + 3 * written / group
-            total += self.memory_pass((first + (count - 1) * further) / count)
-        return total
+            yield self.memory_pass((first + (count - 1) * further) / count)
 
     def unpacking(self) -> float:
         """Pieces read as they are updated and written as they are sent; whole weights read and written."""
-        total = 0.0
+        return sum(self._unpacked())
+
+    def _unpacked(self) -> Iterator[float]:
+        """Seconds of that for the parameters that as many devices hold alike."""
         for states, group in self._held_alike():
             whole = sum(map(self.whole_bytes, states))
-            total += self.memory_pass((sum(map(self._updated_bytes, states)) + whole) / group + 2 * whole)
-        return total
+            yield self.memory_pass((sum(map(self._updated_bytes, states)) + whole) / group + 2 * whole)
 
     def _held_alike(self) -> Iterator[tuple[list[StateOfUnit], int]]:
         """Trained parameters that as many devices hold alike, and how many."""
@@ -204,3 +220,8 @@ class UnitParameters:
         divided = [state for state in self.trained if self.group_of(state) > 1]
         whole, gradients = sum(map(self.whole_bytes, divided)), sum(map(self.gradient_bytes, divided))
         return (0.0, 0.0, gradients, 2 * whole + gradients)[self.zero]
+
+
+def _count(launches: Iterator[float]) -> int:
+    """How many of them take any seconds."""
+    return sum(seconds > 0 for seconds in launches)

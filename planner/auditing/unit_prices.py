@@ -13,7 +13,7 @@ Shared with the search are only the unit prices (``planner.whole_step.costs.step
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.dtypes import item_size
@@ -54,9 +54,10 @@ class StateOfUnit:
 
 @dataclass(frozen=True)
 class PricedPolicy:
-    """One recompute policy: seconds added to backward, saved bytes, and the peak beyond them."""
+    """One recompute policy: seconds and launches added to backward, saved bytes, and the peak beyond them."""
 
     seconds: float
+    launches: float
     saved_bytes: float
     peak_bytes: float
     host_bytes: float = 0.0
@@ -88,6 +89,7 @@ class UnitPrices:
         self.placements = dict(self._placements())
         self.operators = {charge.name: charge for charge in walked.charges if charge.step is None}
         self.conversions: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.num_conversions: dict[int, list[int]] = defaultdict(lambda: [0, 0])
         self.forward_step: dict[tuple[str, tuple[int, int] | None, Placement], tuple[Placement, float]] = {}
         for charge in walked.charges:
             self._convert(charge)
@@ -119,6 +121,7 @@ class UnitPrices:
         if unit is not None:
             for phase in PHASES:
                 self.conversions[unit][phase] += charge.communication[phase]
+                self.num_conversions[unit][phase] += charge.collectives[phase]
 
     def payer(self, charge: Charge) -> int | None:
         """The unit that a conversion is charged to; None if no unit uses the value."""
@@ -143,6 +146,15 @@ class UnitPrices:
         )
         return forward / unit.count, backward / unit.count
 
+    def launches(self, index: int) -> tuple[float, float]:
+        """What the host launches for one copy, forward and backward, without recomputation."""
+        names = [name for name, (owner, _) in self.place.items() if owner == index and name in self.operators]
+        forward, backward = (
+            sum(self.operators[name].launches(phase) for name in names) + self.num_conversions[index][phase]
+            for phase in PHASES
+        )
+        return forward / self.units[index].count, backward / self.units[index].count
+
     def weight_seconds(self, index: int) -> float:
         """The part of one copy's backward that makes gradients of parameters and nothing else."""
         total = 0.0
@@ -164,7 +176,7 @@ class UnitPrices:
             return self._chunked_loss(index)
         unit = self.units[index]
         run = _UnitOperators(self.activations, unit.nodes, self.walked.inputs, self.placements)
-        return self._policy(index, name, run, again=0.0)
+        return self._policy(index, name, run)
 
     def _chunked_loss(self, index: int) -> PricedPolicy:
         """The unit with its logits computed chunk by chunk, twice."""
@@ -186,12 +198,12 @@ class UnitPrices:
         if index not in chunked.pairs:
             raise ValueError(f"the plan computes the loss of {self.units[index].name!r} in chunks: there is none")
         activations = Activations.of(chunked.graph, live_nodes(chunked.graph), chunked.nodes[index])
-        again = sum(self.operators[pair.linear.name].compute[0] for pair in chunked.pairs[index])
-        return self._policy(
-            index, "none", _UnitOperators(activations, chunked.nodes[index], inputs, placements), again=again
-        )
+        logits = [self.operators[pair.linear.name] for pair in chunked.pairs[index]]
+        run = _UnitOperators(activations, chunked.nodes[index], inputs, placements)
+        return self._policy(index, "none", run, logits)
 
-    def _policy(self, index: int, name: str, run: _UnitOperators, *, again: float) -> PricedPolicy:
+    def _policy(self, index: int, name: str, run: _UnitOperators, logits: Sequence[Charge] = ()) -> PricedPolicy:
+        """``logits``: products that a loss in chunks does once more."""
         unit = self.units[index]
 
         def local_bytes(value: Value) -> float:
@@ -212,11 +224,15 @@ class UnitPrices:
         if keeps_copies:
             saved += sum(self.pricing.local_bytes(self.values[value], where) for value, where in copies)
         repeated = [self.operators[node] for node in rule.recomputed if node in self.operators]
-        seconds = again + sum(charge.compute[0] for charge in repeated)
+        seconds = sum(charge.compute[0] for charge in (*logits, *repeated))
+        launches = float(sum(charge.kernels[0] for charge in (*logits, *repeated)))
         if name == "full":
             seconds += sum(charge.communication[0] for charge in repeated) + self.conversions[index][0] / unit.count
+            launches += sum(charge.collectives[0] for charge in repeated)
+            launches += self.num_conversions[index][0] / unit.count
         elif not keeps_copies:
-            seconds += sum(copies.values())
+            seconds += sum(each for each, _ in copies.values())
+            launches += sum(times for _, times in copies.values())
         peak = working_peak(
             run.activations,
             run.nodes,
@@ -229,10 +245,10 @@ class UnitPrices:
         visiting = self._visiting_bytes(unit)
         saved += visiting if base != "full" else 0.0
         if name != ON_HOST:
-            return PricedPolicy(seconds, saved, peak + visiting)
+            return PricedPolicy(seconds, launches, saved, peak + visiting)
         entered = sum(local_bytes(self.values[root]) for root in roots if root in unit.carried)
         carried = saved - entered  # of this unit, and as much of the one beside it
-        return PricedPolicy(seconds, entered, peak + visiting + 2 * carried, host_bytes=carried)
+        return PricedPolicy(seconds, launches, entered, peak + visiting + 2 * carried, host_bytes=carried)
 
     def _visiting_bytes(self, unit: ModelUnit) -> float:
         """Bytes of tokens that other ranks of ``ep`` sent to experts of this one, and of what goes back: two rows for
@@ -264,17 +280,19 @@ class UnitPrices:
             placements = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
             yield from ((value, placements[value]) for value in saved.values if value in placements)
 
-    def _converted(self, unit: ModelUnit, run: _UnitOperators) -> Iterator[tuple[tuple[str, Placement], float]]:
-        """Saved values that a collective converted to the placement in which they are saved, and its seconds."""
+    def _converted(
+        self, unit: ModelUnit, run: _UnitOperators
+    ) -> Iterator[tuple[tuple[str, Placement], tuple[float, int]]]:
+        """Saved values that collectives converted to the placement in which they are saved, and seconds and times."""
         for value, target in self._kept_values(run):
-            seconds, moved, place = 0.0, False, target
+            seconds, times, moved, place = 0.0, 0, False, target
             key = (value, self._copy_taken(unit, value))
             while (*key, place) in self.forward_step:
                 source, step_seconds = self.forward_step[*key, place]
                 moved |= self._has_collective(value, source, place)
-                seconds, place = seconds + step_seconds, source
+                seconds, times, place = seconds + step_seconds, times + (step_seconds > 0), source
             if moved:
-                yield (value, target), seconds
+                yield (value, target), (seconds, times)
 
     def _has_collective(self, value: str, source: Placement, target: Placement) -> bool:
         return step_between(source, target).collectives[0] is not None

@@ -37,6 +37,25 @@ def seconds_of(call: Call, device: torch.device, *, agree: Callable[[float], flo
     return median(_round(call, calls, device) for _ in range(ROUNDS)) / calls
 
 
+def seconds_to_enqueue(call: Call, device: torch.device, *, agree: Callable[[float], float], operators: int) -> float:
+    """Seconds of the host for each of the ``operators`` that a call launches: the median of rounds.
+
+    Nothing is waited for between its first and its last operator: of a device that runs apart from the host the clock
+    shows what the host does alone, as long as the device's queue takes them all and none waits for memory.
+    """
+    call()
+    rounds = []
+    for _ in range(ROUNDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        rounds.append(time.perf_counter() - start)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return agree(median(rounds)) / operators
+
+
 def cold(make: Callable[[], Call], num_bytes: float) -> Call:
     """A call that reads and writes other memory each time, so that no more of it lies in the caches than in a step.
 

@@ -86,6 +86,7 @@ def _device(
         launch_overhead=launch,
         reserved_bytes=memory[1],
         overlap_slowdown=_overlap_slowdown(calls),
+        host_seconds=next((call.seconds for call in calls if call.kind == "host"), 0.0),
         efficiency=efficiency,
     )
 

@@ -15,12 +15,19 @@ import torch.distributed as dist
 
 from cost_models import Cluster
 from cost_models.files import check_writable, write_text
-from planner.calibration.call_timing import Call, cold, seconds_behind_compute, seconds_of, seconds_one_way
+from planner.calibration.call_timing import (
+    Call,
+    cold,
+    seconds_behind_compute,
+    seconds_of,
+    seconds_one_way,
+    seconds_to_enqueue,
+)
 from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
 from planner.calibration.collective_cases import COLLECTIVES, LinkGroups, link_groups, relay, whole_elements
 from planner.calibration.measured_call import SAME, MeasuredCall, read_calls, write_calls
-from planner.calibration.operator_cases import OperatorCase, launch, operator_cases
+from planner.calibration.operator_cases import OperatorCase, launch, launched_chain, operator_cases
 from runtime.launch.process import Process, init
 from runtime.program_tools.adapters import apply_adapters
 
@@ -36,6 +43,9 @@ PEAK_SIDES = (256, 512, 1024, 2048, 4096, 8192)
 KEPT_BYTES = 32 * 2**20
 #: The matrix product that is timed again and again, and how often after each part of the measurements.
 SAME_SIDE, SAME_TIMES = 512, 2
+#: Operators in the chain by which the host's launches are timed, forward, and as many backward: a device's queue holds
+#: a thousand.
+HOST_CHAIN = 200
 #: Of the all-reduce that runs beside matrix products.
 OVERLAP_BYTES = 16 * 2**20
 Listener = Callable[[str], None]
@@ -182,6 +192,7 @@ def _measurements(run: _Run) -> Iterator[None]:
     """Measure everything; between two parts the caller may save."""
     main, others = DTYPES[run.device.type]
     run.measure("launch", main, "16", lambda: launch(getattr(torch, main), run.device), flops=0.0, num_bytes=0.0)
+    _host(run, main)
     by_kind: dict[str, list[OperatorCase]] = {}
     for case in operator_cases():
         by_kind.setdefault(case.kind, []).append(case)
@@ -202,6 +213,19 @@ def _measurements(run: _Run) -> Iterator[None]:
     if every:
         _overlap(run, every[-1])
         yield
+
+
+def _host(run: _Run, dtype: str) -> None:
+    """How long the host needs to launch an operator; not of processors, on which operators are the host's own work."""
+    if run.device.type == "cpu":
+        if run.rank == 0:
+            run.listener(
+                "host: operators of processors run on the host itself; host_seconds stays 0, as part of theirs"
+            )
+        return
+    make = functools.partial(launched_chain, getattr(torch, dtype), run.device, length=HOST_CHAIN)
+    timed = functools.partial(seconds_to_enqueue, operators=2 * HOST_CHAIN)
+    run.measure("host", dtype, str(HOST_CHAIN), make, timed=timed, flops=0.0, num_bytes=0.0)
 
 
 def _operators(run: _Run, cases: list[OperatorCase], dtype: str) -> None:

@@ -17,8 +17,8 @@ class MeasuredCall:
     """Seconds of one operator on a device, or of one collective in all groups of ``ranks`` ranks at once.
 
     Attributes:
-        kind: kind of work (``cost_models.efficiency.KIND_STAND_IN``), ``"launch"``, ``"overlap"``, ``SAME`` or a
-            collective.
+        kind: kind of work (``cost_models.efficiency.KIND_STAND_IN``), ``"launch"``, ``"host"``, ``"overlap"``,
+            ``SAME`` or a collective.
         place: dtype of an operator, level of links of a collective.
         shape: sizes joined by ``x``: they tell calls of one kind and place apart.
         flops, num_bytes: as the cost model counts them; of a collective the whole tensor's bytes.

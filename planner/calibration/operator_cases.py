@@ -71,6 +71,23 @@ def launch(dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
     return lambda: values + 1
 
 
+def launched_chain(dtype: torch.dtype, device: torch.device, *, length: int) -> Callable[[], Any]:
+    """As many of the shortest operators one behind the other, and their gradients by autograd: twice ``length``.
+
+    Products and not sums, whose gradients launch nothing.
+    """
+    leaf, factor = (torch.ones(16, dtype=dtype, device=device) for _ in range(2))
+    leaf.requires_grad_()
+
+    def call() -> Any:
+        result = leaf
+        for _ in range(length):
+            result = result * factor
+        return torch.autograd.grad(result, leaf, factor)
+
+    return call
+
+
 def _random(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.rand(shape, device=device).to(dtype)
 

@@ -35,6 +35,7 @@ STEP_CAUSES: Mapping[str, str] = {
 _CONTENTION = "compute slowed by communication beside it"
 _UNPACK = "gathered weights laid out whole"
 _CARRY = "activations on their way to the host and back"
+_HOST = "waiting for the host to launch operators"
 #: What else the backward pass of a layer takes: fields of ``LayerSeconds`` that a plan tells apart.
 _BACKWARD_CAUSES: Mapping[str, str] = {
     "recompute": "computed again for the backward pass",
@@ -42,6 +43,7 @@ _BACKWARD_CAUSES: Mapping[str, str] = {
     "accumulate": "gradients copied and added up",
     "unpack_backward": _UNPACK,
     "carry_backward": _CARRY,
+    "host_backward": _HOST,
 }
 
 
@@ -152,7 +154,7 @@ class _Ledger:
         forward, backward = stage.units.seconds(unit)
         if field == "forward":
             stage.unit_shares[unit][0] += share
-            beside = {_CARRY: parts.carry_forward, _UNPACK: parts.unpack_forward}
+            beside = {_CARRY: parts.carry_forward, _UNPACK: parts.unpack_forward, _HOST: parts.host_forward}
             for cause, seconds in beside.items():
                 self.rest[cause] += share * seconds
             self.rest[_CONTENTION] += share * (costs.forward - forward - sum(beside.values()))

@@ -33,7 +33,8 @@ from planner.sharding_ilp.space import fill_options
 from planner.solvers.pulp_solver import HIGHS
 from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.costs.fusion import fuse
-from planner.whole_step.costs.sharding import Cut, ShardingSpace, solved_sharding
+from planner.whole_step.costs.sharding import Cut, ShardingSpace
+from planner.whole_step.costs.solved_sharding import solved_sharding
 from planner.whole_step.costs.stage_devices import conversion_at, level_one_of, option_at
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
 from planner.whole_step.costs.unit_costs import StepUnits

@@ -18,6 +18,7 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
     "gathered weights laid out whole": ("unpack_forward", "unpack_backward"),
     "compute slowed by communication beside it": ("contention_forward", "contention_backward"),
     "activations on their way to the host and back": ("carry_forward", "carry_backward"),
+    "waiting for the host to launch operators": ("host_forward", "host_backward"),
 }
 
 

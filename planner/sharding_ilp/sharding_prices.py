@@ -186,6 +186,19 @@ class Pricing:
         back = num_bytes + sum(self.local_bytes(values[name], arguments[name]) for name in grads)
         return forward, price(flops=0.0, num_bytes=back, dtype=dtype)
 
+    def launches(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        live: bool,
+    ) -> tuple[int, int]:
+        """Kernels that an operator launches on one device, forward and backward; none where the host is not priced."""
+        return 0, 0
+
     def reductions(
         self, rule: ShardingRule | None, choices: Sequence[AxisChoice], *, beside: tuple[float, float], live: bool
     ) -> tuple[Collective, ...]:

@@ -242,18 +242,18 @@ class Search(BoundedSearch):
         self.counts["enumerated"] += len(members)
         if not members or not self._are_possible(members):
             return
-        whole, copied, is_sent = self.bounds.whole(members[0].cut), 0.0, False
+        whole, copied, launched, is_sent = self.bounds.whole(members[0].cut), 0.0, 0.0, False
         if not self.cluster.has_unequal_devices:  # of which a stage may have faster ones
             prices, is_sent = self.links_on(family.layout).axes, family.layout.pipeline > 1
-            copied = self.bounds.gradients(members[0], prices)
+            copied, launched = self.bounds.gradients(members[0], prices), self.bounds.launched(members[0])
         for candidate in members:
             beside = self.bounds.recompute(candidate, self.memory)
             if beside == float("inf"):
                 self._lacks(candidate, self.bounds.missing)
                 continue
             beside += copied + (self.bounds.received(candidate, prices) if is_sent else 0.0)
-            bound = self.step_bound(candidate, whole + beside)
-            yield SearchEntry(bound, next(self.order), candidate, beside=beside, copied=copied)
+            bound = self.step_bound(candidate, max(whole + beside, launched))
+            yield SearchEntry(bound, next(self.order), candidate, beside=beside, copied=copied, launched=launched)
 
     def _are_possible(self, members: list[Candidate]) -> bool:
         """Whether the cut of a family's members divides the model and its least bytes fit."""
@@ -353,7 +353,9 @@ class Search(BoundedSearch):
             return
         elsewhere = self.level_one.may_be_better_elsewhere(candidate.cut)
         if candidate.layout.order == ORDERS[0] and not entry.weight and not elsewhere:
-            self.bounds.learn(candidate.cut, sharded.without_samples)
+            fastest = self.fastest(candidate)
+            self.bounds.learn(candidate.cut, (fastest or sharded).without_samples)
+        entry = replace(entry, launched=max(entry.launched, sharded.variant.launched))
         bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
             filled = self._bound_of_sharding(entry, sharded) if bound < self._cutoff() else bound

@@ -28,7 +28,7 @@ class BoundedSearch(LimitedSearch):
 
     def _bound(self, entry: SearchEntry, seconds: float) -> float:
         """Lower bound of the step if a micro-batch takes ``seconds`` beside ``entry.beside``."""
-        least = self.step_bound(entry.candidate, seconds + entry.beside)
+        least = self.step_bound(entry.candidate, max(seconds + entry.beside, entry.launched))
         return max([least, *(times * seconds + rest for times, rest in self._filled(entry))])
 
     def _filled(self, entry: SearchEntry) -> list[tuple[float, float]]:

@@ -69,11 +69,18 @@ class CandidateProblems:
             training=demands.training,
             recompute=demands.among("recompute", (*POLICIES, ON_HOST)),
             zero=demands.among("zero", ZERO_STAGES),
+            host_seconds=self.links_on(layout).axes.device.host_seconds,
         )
 
     def sharded(self, candidate: Candidate, weight: float = 0.0) -> Sharded | None:
-        """The sharding of one candidate, see ``LevelOne.sharded``."""
-        return self.level_one.sharded(candidate.cut, candidate.layout, self.links_on(candidate.layout), weight=weight)
+        """The sharding of one candidate, see ``LevelOne.sharded_with_host``."""
+        return self.level_one.sharded_with_host(
+            candidate.cut, candidate.layout, self.links_on(candidate.layout), weight=weight
+        )
+
+    def fastest(self, candidate: Candidate) -> Sharded | None:
+        """The sharding that is fastest on its devices, whatever the host does, see ``LevelOne.sharded``."""
+        return self.level_one.sharded(candidate.cut, candidate.layout, self.links_on(candidate.layout))
 
     def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
         """The stage problem of one candidate under one sharding."""

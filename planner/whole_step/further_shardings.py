@@ -183,7 +183,7 @@ class FurtherShardings:
         level_one = self.level_one.mixed(mix)
         links = level_one.links_on(candidate.layout)
         for weight in BYTE_WEIGHTS:
-            sharded = level_one.sharded(candidate.cut, candidate.layout, links, weight=weight)
+            sharded = level_one.sharded_with_host(candidate.cut, candidate.layout, links, weight=weight)
             if sharded is None:
                 return
             key = _key(sharded)

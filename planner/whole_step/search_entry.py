@@ -28,6 +28,8 @@ class SearchEntry:
     beside: float = 0.0
     #: How many of those copy gradients.
     copied: float = 0.0
+    #: Least seconds in which the host launches a micro-batch, during which the device computes.
+    launched: float = 0.0
     effort: float = 0.0
     #: Whether the candidate's layout says over how many ranks ZeRO divides; before its stages are bounded it need not.
     is_divided: bool = False

@@ -176,18 +176,18 @@ class UnequalSearch(Search):
 
     def on_ranks(self, candidate: Candidate, sharded: Sharded) -> tuple[RankPrices, ...]:
         """By pipeline rank, what units cost on its devices."""
-        setting, layout = self.setting(candidate), candidate.layout
-        prices = {}
+        layout, prices = candidate.layout, {}
         for stage in self.devices.of_stages(layout):
             if stage not in prices:
                 links = self.devices.links(layout, stage)
                 figures = self._on_links(sharded, candidate, links, stage).figures
-                prices[stage] = RankPrices(replace(setting, links=links), figures)
+                prices[stage] = RankPrices(self.setting_on(candidate, stage), figures)
         return tuple(prices[stage] for stage in self.devices.of_stages(layout))
 
     def setting_on(self, candidate: Candidate, stage: frozenset[int]) -> StageSetting:
         """Where the units of a candidate run on a stage of these kinds."""
-        return replace(self.setting(candidate), links=self.devices.links(candidate.layout, stage))
+        links = self.devices.links(candidate.layout, stage)
+        return replace(self.setting(candidate), links=links, host_seconds=links.axes.device.host_seconds)
 
     def in_plan(self, candidate: Candidate, sharded: Sharded) -> Sharded:
         """The sharding at the prices of the slowest device, as a plan tells those of one micro-batch."""

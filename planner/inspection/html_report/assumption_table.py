@@ -71,6 +71,9 @@ def _rows(cluster: Cluster, sources: _Sources) -> Iterator[list[str]]:
     yield ["memory", format_bytes(device.memory_bytes), of_device("Memory"), "what fits"]
     yield ["memory kept by the driver", format_bytes(device.reserved_bytes), of_device("Memory"), "what fits"]
     yield ["shortest operator", format_seconds(device.launch_overhead), of_device("Launch"), "small operators"]
+    if device.host_seconds:
+        host = format_seconds(device.host_seconds)
+        yield ["host, to launch an operator", host, of_device("Host"), "units of many small operators"]
     slowdown = f"{device.overlap_slowdown:.0%}"
     yield ["slowdown beside communication", slowdown, of_device("Overlap"), "compute beside gathers"]
     if not device.efficiency:

@@ -233,6 +233,14 @@ class Bounds:
             )
         return self._gradients[key]
 
+    def launched(self, candidate: Candidate) -> float:
+        """Lower bound of the seconds in which the host launches one micro-batch, over all stages: its operators, which
+        are as many under all shardings. Unlike ``recompute`` it adds to no bound: the device computes meanwhile."""
+        each = self.level_one.cluster.device.host_seconds
+        if not each:
+            return 0.0
+        return each * sum(figures.unit.count * sum(figures.launches) for figures in self._figures(candidate))
+
     def received(self, candidate: Candidate, prices: CostModel) -> float:
         """Lower bound of the seconds in which the chunks receive one micro-batch from other ranks, over all of them.
 

@@ -33,7 +33,8 @@ reduction where nothing is gathered. F + B is at least what 3 says there, too, a
 that as its backward, communicates nothing, so that there is no tail, and has as many seconds of weight gradients and
 more than can be received, so that no chunk fills anything: a step of m·L and the update, no more than any sharding's.
 
-Where activations go to the host, a unit takes at least as long as they do; that is the larger of both, not the sum.
+Where activations go to the host, a unit takes at least as long as they do; that is the larger of both, not the sum. So
+is, on devices whose host is priced, the time in which that launches the unit's operators, as many under any sharding.
 """
 
 from __future__ import annotations
@@ -106,10 +107,17 @@ def least_runs(
     """
     if "regather" in setting.recompute:  # undivided there is nothing to gather again
         setting = replace(setting, recompute=frozenset((*setting.recompute, "none")))
-    runs = unit_runs([_parts(figures, setting.layout) for figures in undivided], setting)
+    parts = [_parts(figures, setting.layout) for figures in undivided]
+    runs = unit_runs(parts, replace(setting, host_seconds=0.0))
+    launched = [setting.host_seconds * sum(figures.launches) for figures in undivided]
     return tuple(
-        replace(run, choices=tuple(replace(choice, costs=_with_seconds(choice.costs, least)) for choice in run.choices))
-        for run, least in zip(runs, seconds, strict=True)
+        replace(
+            run,
+            choices=tuple(
+                replace(choice, costs=_with_seconds(choice.costs, least, launched=of_host)) for choice in run.choices
+            ),
+        )
+        for run, least, of_host in zip(runs, seconds, launched, strict=True)
     )
 
 
@@ -145,13 +153,15 @@ def _weight_of_part(weight: Weight, layout: MeshLayout) -> Weight:
     return replace(weight, elements=weight.elements // parts)
 
 
-def _with_seconds(costs: LayerCosts, seconds: float) -> LayerCosts:
-    """``costs`` of a choice without operators and conversions, with the least ``seconds`` of those, as in 2 and 3."""
+def _with_seconds(costs: LayerCosts, seconds: float, *, launched: float) -> LayerCosts:
+    """``costs`` of a choice without operators and conversions, with the least ``seconds`` of those, as in 2 and 3;
+    ``launched``: in which the host launches the operators."""
     beside = costs.forward + costs.backward
+    longest = max(seconds, beside) if costs.host_bytes else seconds + beside
     return replace(
         costs,
         forward=0.0,
-        backward=max(seconds, beside) if costs.host_bytes else seconds + beside,
+        backward=max(longest, launched),
         backward_weight=0.0,
         gather_forward=0.0,
         gather_backward=costs.gather_forward + costs.gather_backward,

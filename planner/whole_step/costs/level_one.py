@@ -154,6 +154,20 @@ class LevelOne:
         """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
         return self._sharded_at(self._key(cut, layout), cut, layout, links, weight=weight)
 
+    def sharded_with_host(self, cut: Cut, layout: MeshLayout, links: Links, *, weight: float = 0.0) -> Sharded | None:
+        """The sharding whose units are launched and run the fastest, see ``Shardings.variant_with_host``; where hosts
+        are not priced that of ``sharded``."""
+        if not links.axes.host_seconds:
+            return self.sharded(cut, layout, links, weight=weight)
+        key = self._key(cut, layout)
+        if (*key, weight, "with host") not in self._sharded:
+            self.solved += 1
+            shardings = self._shardings_at(key, cut, layout, links)
+            variant = None if shardings is None else shardings.variant_with_host(weight=weight)
+            sharded = None if variant is None else Sharded(self.space, self.step_units, variant)
+            self._sharded[*key, weight, "with host"] = sharded
+        return self._sharded[*key, weight, "with host"]
+
     def least_of_operators(self, cut: Cut, layout: MeshLayout, links: Links) -> float:
         """Seconds of one micro-batch that no sharding for ``cut`` beats, since each operator takes so long under its
         fastest choice; infinite if nothing divides. No program is solved."""

@@ -22,7 +22,7 @@ from passes.repeats.repeated_blocks import BlockRun, find_blocks
 from passes.repeats.sibling_linears import sibling_linears
 from passes.rules import forward_flops, rule_for
 from passes.rules.expert_rules import exchange_label, is_experts, num_experts
-from planner.sharding_ilp.assignment import Assignment, complete, read_choices
+from planner.sharding_ilp.assignment import Assignment
 from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.sharding_ilp.constraints import Demands as Pins
 from planner.sharding_ilp.lattice import Lattice, LatticePool, Lattices
@@ -31,12 +31,13 @@ from planner.sharding_ilp.program_templates import ProgramTemplates
 from planner.sharding_ilp.sharding_problem import Problem, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp
 from planner.sharding_ilp.space import Roles, fill_options
-from planner.solvers.linear import OPTIMAL, LinearProgram, LinearSolution
-from planner.solvers.nearly_integral import solve_nearly_integral
-from planner.solvers.pulp_solver import HIGHS, short_name
+from planner.solvers.pulp_solver import HIGHS
 from planner.whole_step.costs.batch_propagation import Followed, follow_batch
 from planner.whole_step.costs.expert_regions import ExpertRegions, expert_regions
+from planner.whole_step.costs.host_program import TIE, host_program
+from planner.whole_step.costs.launch_counts import OptionLaunches
 from planner.whole_step.costs.operator_facts import Fusion, OperatorTable
+from planner.whole_step.costs.solved_sharding import SolvedSharding, solved_sharding
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
@@ -83,6 +84,7 @@ class Variant:
         ilp: the program whose solution it is.
         slack: seconds by which the program's optimum may be less, where its solver proved no more.
         along: with both axes, the sharding on the context axis alone, which it keeps.
+        launched: where hosts are priced, seconds of a micro-batch that no sharding of the cut beats on device and host.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Variant:
     ilp: ShardingIlp
     slack: float = 0.0
     along: Variant | None = None
+    launched: float = 0.0
 
 
 @dataclass
@@ -228,7 +231,8 @@ class Shardings:
         computed: ComputeTable | None = None,
         pool: LatticePool | None = None,
     ) -> None:
-        self.cut, self.along, self.solver, self.templates = cut, along, space.solver, space.templates
+        self.space, self.cut, self.along, self.solver, self.templates = space, cut, along, space.solver, space.templates
+        self.host_seconds: float = getattr(prices, "host_seconds", 0.0)
         fixed = {name: _on_sample_axes(space, cut, name, label) for name, label in space.followed.labels.items()}
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
@@ -248,7 +252,7 @@ class Shardings:
         best: SolvedSharding | None = self.fastest
         fastest = self.fastest.assignment
         if weight and fastest.memory:
-            best = solved_sharding(self._weighed(weight * fastest.seconds / fastest.memory), self.lattices, self.solver)
+            best = self._solved(self._weighed(self.ilp, weight * fastest.seconds / fastest.memory))
         if best is None:
             return None
         name = f"bytes × {weight:g}"
@@ -256,10 +260,40 @@ class Shardings:
             name, self.cut, self.problem, self.pricing, best.assignment, best.ilp, self.fastest.slack, self.along
         )
 
+    def variant_with_host(self, *, weight: float = 0.0) -> Variant | None:
+        """The same of the longer of device and host for each unit; on devices alone where hosts are not priced, or
+        linear layers may exchange their rows together."""
+        variant = self.variant(weight=weight)
+        if variant is None or self.fastest is None or self.fastest_with_host is None:
+            return variant
+        best, fastest = self.fastest_with_host, self.fastest.assignment
+        slack = best.assignment.seconds - fastest.seconds + self.fastest.slack
+        if weight and fastest.memory:
+            heavier = self._weighed(self.host_ilp, weight * fastest.seconds / fastest.memory)
+            best, slack = self._solved(heavier, follows_steps=True) or best, self.fastest.slack
+        launched = self.fastest_with_host.bound / (1.0 + TIE)
+        return replace(variant, assignment=best.assignment, ilp=best.ilp, slack=slack, launched=launched)
+
+    @functools.cached_property
+    def host_ilp(self) -> ShardingIlp:
+        """The program in which each unit takes the longer of its device's and its host's seconds."""
+        units = find_units(self.space.graph, self.problem.runs)
+        launches = OptionLaunches(self.space.offers, self.space.live, self.pricing)
+        return host_program(self.ilp, units, launches, host_seconds=self.host_seconds)
+
+    @functools.cached_property
+    def fastest_with_host(self) -> SolvedSharding | None:
+        """The sharding that is best in those; None where hosts are not priced, or siblings share what they exchange."""
+        is_priced = self.host_seconds and not self.problem.siblings
+        return self._solved(self.host_ilp, follows_steps=True) if is_priced else None
+
+    def _solved(self, ilp: ShardingIlp, *, follows_steps: bool = False) -> SolvedSharding | None:
+        return solved_sharding(ilp, self.lattices, self.solver, follows_steps=follows_steps)
+
     @functools.cached_property
     def fastest(self) -> SolvedSharding | None:
         """The fastest sharding."""
-        return solved_sharding(self.ilp, self.lattices, self.solver)
+        return self._solved(self.ilp)
 
     @functools.cached_property
     def least_of_operators(self) -> float:
@@ -278,12 +312,12 @@ class Shardings:
     def ilp(self) -> ShardingIlp:
         return self.templates.program(self.problem, self.lattices)
 
-    def _weighed(self, worth: float) -> ShardingIlp:
-        """The program with every byte at ``worth`` seconds."""
-        costs = list(self.ilp.program.costs)
-        for column, num_bytes in self.ilp.memory_terms:
+    def _weighed(self, ilp: ShardingIlp, worth: float) -> ShardingIlp:
+        """A program with every byte at ``worth`` seconds."""
+        costs = list(ilp.program.costs)
+        for column, num_bytes in ilp.memory_terms:
             costs[column] += worth * num_bytes
-        return replace(self.ilp, program=replace(self.ilp.program, costs=costs))
+        return replace(ilp, program=replace(ilp.program, costs=costs))
 
 
 def _on_sample_axes(space: ShardingSpace, cut: Cut, name: str, label: str) -> dict[str, Labels]:
@@ -379,34 +413,3 @@ def least_of_experts(
         )
         total += copies * min((option.seconds for option in options), default=math.inf)
     return total
-
-
-@dataclass(frozen=True)
-class SolvedSharding:
-    """The best assignment of a program, and how much less its objective may be."""
-
-    ilp: ShardingIlp
-    assignment: Assignment
-    slack: float
-
-
-def solved_sharding(ilp: ShardingIlp, lattices: Lattices, solver: str) -> SolvedSharding | None:
-    """The best assignment, None if there is none."""
-    solution = _solution(ilp.program, solver)
-    if solution.values is None:
-        return None
-    assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices, requests=ilp.requests)
-    slack = 0.0 if solution.status == OPTIMAL else ilp.program.cost_of(solution.values) - solution.bound
-    return None if assignment is None else SolvedSharding(ilp, assignment, slack)
-
-
-def _solution(program: LinearProgram, solver: str) -> LinearSolution:
-    """The best solution.
-
-    Raises:
-        ValueError: if the solver gives up.
-    """
-    solution = solve_nearly_integral(program, solver=solver)
-    if solution.values is None and not solution.infeasible:
-        raise ValueError(f"{short_name(solver)} found no sharding ({solution.status}): choose another solver")
-    return solution

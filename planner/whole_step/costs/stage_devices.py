@@ -91,6 +91,11 @@ class CombinedCostModel(CostModel):
         self._kinds = [(CostModel(seen, axes), weight) for seen, weight in zip(views, weights, strict=True)]
         self._together = together
 
+    @property
+    def host_seconds(self) -> float:
+        """None: weighted seconds are of the devices alone."""
+        return 0.0
+
     def compute_seconds(
         self,
         *,

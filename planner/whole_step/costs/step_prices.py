@@ -52,6 +52,10 @@ _NUM_FACTORS = 3
 #: Attention that forms its scores: times that it reads or writes them outside its products, forward and backward, by
 #: whether elementwise chains are fused. One by one: scale, mask, softmax and dropout, each twice; a byte for a mask.
 SCORE_PASSES: dict[bool, tuple[float, float]] = {False: (8.5, 9.5), True: (2.5, 3.5)}
+#: Kernels of experts, and of attention that forms its scores (by whether elementwise chains are fused), forward and
+#: backward: products, and passes over rows or scores.
+EXPERT_LAUNCHES = 3, 5
+FORMED_LAUNCHES: dict[bool, tuple[int, int]] = {False: (6, 8), True: (3, 5)}
 #: Bytes up to which a sum over the batch counts as a scalar of the loss.
 SCALAR_BYTES = 64
 #: Seconds forward and backward of operators, by all that they depend on: one operator's parts of the same shapes take
@@ -227,6 +231,43 @@ class StepPricing(Pricing):
         gradient_bytes = sum(self.local_bytes(value, inputs[place]) for place, value in facts.with_gradient)
         return forward, price(flops=0.0, num_bytes=num_bytes + gradient_bytes, dtype=dtype, kind=kind)
 
+    def launches(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        live: bool,
+    ) -> tuple[int, int]:
+        facts = self._facts_of(node, values)
+        if facts.is_view or not facts.written:  # what is not written is computed inside of the kernel that reads it
+            return 0, 0
+        grads = facts.grads if live else ()
+        if facts.kind == MATMUL and not facts.is_experts:
+            return self._product_launches(node, values, inputs, outputs, grads=grads)
+        forward, backward = 1, len(grads) if flops else 1
+        if facts.is_experts:
+            forward, backward = EXPERT_LAUNCHES
+        elif facts.kind == ATTENTION:
+            forward, backward = FORMED_LAUNCHES[self.fusion != Fusion()] if forms_scores(node) else (1, 1)
+        return forward, backward if grads else 0
+
+    def _product_launches(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        grads: Sequence[str],
+    ) -> tuple[int, int]:
+        """A product forward, one for each matrix's gradient and a sum for a bias's, all pieces of those in pieces."""
+        (_, pieces, copied), _ = self._matmul(node, values, inputs, outputs)
+        copies = int(pieces > 1 or any(copied))
+        return pieces + copies, len(grads) + pieces - 1 + copies if grads else 0
+
     def _facts_of(self, node: Node, values: Mapping[str, Value]) -> OperatorFacts:
         """What is the same for all choices of an operator, worked out once."""
         return self._operators.of(node, values)
@@ -383,6 +424,7 @@ class BatchPrices:
         self.inner = cost_model
         self.compute_seconds = cost_model.compute_seconds
         self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
+        self.host_seconds: float = getattr(cost_model, "host_seconds", 0.0)
         self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:

@@ -31,6 +31,7 @@ class StageSetting:
 
     With ``tied_apart`` units that share a parameter lie on different ranks, but with ``ends_together`` the first and
     the last unit on one. ``forward_passes``: how often a step computes forward (``StepPlan.forward_passes``).
+    ``host_seconds``: what the host needs to launch one operator or collective (``Device.host_seconds``).
     """
 
     layout: MeshLayout
@@ -42,6 +43,7 @@ class StageSetting:
     training: TrainingOptions
     recompute: Collection[str]
     zero: Collection[int]
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ class RankPrices:
 
 @dataclass(frozen=True)
 class _Zero:
-    """Costs of one ZeRO stage for a unit, whatever is recomputed: seconds, bytes of state, bytes of temporaries."""
+    """Costs of one ZeRO stage for a unit, whatever is recomputed: seconds, bytes of state, bytes of temporaries.
+
+    ``launches``: collectives and passes over parameters in a micro-batch, in a forward pass and backward.
+    """
 
     gather_forward: float
     gather_backward: float
@@ -73,6 +78,7 @@ class _Zero:
     unpack: float
     state_bytes: float
     transient_bytes: float
+    launches: tuple[int, int]
 
 
 def unit_runs(figures: Sequence[UnitFigures], setting: StageSetting) -> tuple[UnitRun, ...]:
@@ -168,6 +174,8 @@ def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSett
     slower_forward, slower_backward = _contention(forward, backward, zero, setting)
     forward, backward = forward + slower_forward, backward + slower_backward
     late_forward, late_backward = _carry(policy, forward, backward, setting)
+    forward, backward = forward + late_forward, backward + late_backward
+    late_forward, late_backward = _launching(figures, policy, zero, forward, backward, setting)
     return LayerCosts(
         forward=forward + late_forward,
         backward=backward + late_backward,
@@ -205,7 +213,9 @@ def seconds_by_cause(figures: UnitFigures, label: tuple[str, str], setting: Stag
     slower_forward, slower_backward = _contention(parts.forward, parts.backward, zero, setting)
     parts = replace(parts, contention_forward=slower_forward, contention_backward=slower_backward)
     late_forward, late_backward = _carry(policy, parts.forward, parts.backward, setting)
-    return replace(parts, carry_forward=late_forward, carry_backward=late_backward)
+    parts = replace(parts, carry_forward=late_forward, carry_backward=late_backward)
+    late_forward, late_backward = _launching(figures, policy, zero, parts.forward, parts.backward, setting)
+    return replace(parts, host_forward=late_forward, host_backward=late_backward)
 
 
 def _carry(policy: Policy, forward: float, backward: float, setting: StageSetting) -> tuple[float, float]:
@@ -217,6 +227,20 @@ def _carry(policy: Policy, forward: float, backward: float, setting: StageSettin
     assert cluster.host is not None  # ``planner.whole_step.offloading`` has refused it
     carried = cluster.host.carry_seconds(policy.host_bytes, num_devices=cluster.host.num_devices(cluster.levels))
     return max(0.0, carried - forward), max(0.0, carried - backward)
+
+
+def _launching(
+    figures: UnitFigures, policy: Policy, zero: _Zero, forward: float, backward: float, setting: StageSetting
+) -> tuple[float, float]:
+    """Seconds by which the host takes longer to launch a unit than the device to run it: while it runs one operator the
+    host launches those after it, so that the longer of the two counts. From unit to unit the host gets no further
+    ahead."""
+    if not setting.host_seconds:
+        return 0.0, 0.0
+    launched = figures.launches[0] + figures.collective_launches[0] + zero.launches[0]
+    launched_back = figures.launches[1] + figures.collective_launches[1] + policy.launches + zero.launches[1]
+    host_forward = setting.host_seconds * launched * setting.forward_passes
+    return max(0.0, host_forward - forward), max(0.0, setting.host_seconds * launched_back - backward)
 
 
 def _contention(forward: float, backward: float, zero: _Zero, setting: StageSetting) -> tuple[float, float]:
@@ -236,8 +260,9 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting, pieces: Seque
 
     Groups that hold the same pieces sum their gradients once a step."""
     tied = sum(piece.tied for piece in pieces)
-    gather = sum(piece.over_group("all_gather", piece.whole) for piece in pieces) if stage else 0.0
-    scatter = sum(piece.over_group("reduce_scatter", piece.gradients) for piece in pieces) if stage else 0.0
+    gathers = [piece.over_group("all_gather", piece.whole) for piece in pieces] if stage else []
+    scatters = [piece.over_group("reduce_scatter", piece.gradients) for piece in pieces] if stage else []
+    gather, scatter = sum(gathers, 0.0), sum(scatters, 0.0)
     reduced = sum(piece.over_group("all_reduce", piece.gradients) for piece in pieces) if not stage else 0.0
     once = {0: reduced, 1: scatter}.get(stage, 0.0) + sum(piece.over_replicas() for piece in pieces)
     apart = setting.links.axes.p2p_seconds(num_bytes=tied, axis=PIPELINE) if tied and setting.tied_apart else 0.0
@@ -246,6 +271,10 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting, pieces: Seque
         for piece in pieces
         if piece.group > 1
     )
+    accumulated = [_gradient_passes(piece, stage, setting) for piece in pieces]
+    unpacked = [_unpacking(piece, setting) for piece in pieces] if stage == 3 else []
+    each_pass = sum(map(bool, (*gathers, *unpacked))) if stage == 3 else 0
+    once_back = sum(map(bool, (*accumulated, *(scatters if stage >= 2 else ()))))
     return _Zero(
         gather_forward=gather * setting.forward_passes if stage == 3 else 0.0,
         gather_backward=gather if stage == 3 else 0.0,
@@ -253,10 +282,11 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting, pieces: Seque
         reduce_step=once + apart,
         update_step=_update(pieces, stage, setting),
         gather_step=gather if stage in (1, 2) else 0.0,
-        accumulate=sum(_gradient_passes(piece, stage, setting) for piece in pieces),
-        unpack=sum(_unpacking(piece, setting) for piece in pieces) if stage == 3 else 0.0,
+        accumulate=sum(accumulated),
+        unpack=sum(unpacked, 0.0),
         state_bytes=state_bytes(figures, stage, setting).total + figures.buffer_bytes,
         transient_bytes=transient,
+        launches=(each_pass, each_pass + once_back),
     )
 
 

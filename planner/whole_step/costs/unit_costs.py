@@ -22,14 +22,24 @@ from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
 from passes.rules.expert_rules import is_experts
 from passes.rules.linear_rows import LINEAR
+from planner.sharding_ilp.assignment import Conversion
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
+from planner.whole_step.costs.launch_counts import LaunchCounts
 from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
 from planner.whole_step.costs.step_prices import EXPERT, weight_share
 from planner.whole_step.costs.stream_units import unit_of_stream
-from planner.whole_step.costs.unit_figures import BytesBeside, Policy, UnitFigures, Weight, on_host
+from planner.whole_step.costs.unit_figures import (
+    BytesBeside,
+    ConvertedCopy,
+    Policy,
+    UnitFigures,
+    UnitVariant,
+    Weight,
+    on_host,
+)
 
 #: The policy of ``passes.autograd.recompute_policies`` on which each policy of the planner's own rests.
 _BASES = {"regather": "none", CHUNKED_LOSS: "none", ON_HOST: "none"}
@@ -90,20 +100,6 @@ class StepUnits:
         return StepUnits(units, activations, recompute, compiled, offload, chunked, chunked_activations)
 
 
-@dataclass(frozen=True)
-class UnitVariant:
-    """A unit's operators as they run: under most policies as captured, or with the loss in chunks.
-
-    ``placed`` are the placements of the operators' inputs and outputs, ``new_placements`` those of values that are not
-    in the captured graph.
-    """
-
-    activations: Activations
-    nodes: tuple[str, ...]
-    placed: Mapping[str, Placed]
-    new_placements: Mapping[str, Placement] = field(default_factory=dict)
-
-
 def unit_figures(space: ShardingSpace, step_units: StepUnits, variant: Variant) -> tuple[UnitFigures, ...]:
     """The figures of every unit under ``variant``."""
     reader = _FigureReader(space, step_units, variant)
@@ -127,6 +123,7 @@ class _FigureReader:
         self.names = {id(stream): name for name, stream in self.problem.streams.items()}
         self.places: dict[str, Placement] = {}
         self.weights_of = self._weights()
+        self.counts = LaunchCounts(space, variant)
 
     def figures(self, index: int) -> UnitFigures:
         unit = self.units[index]
@@ -140,10 +137,9 @@ class _FigureReader:
                 compute[phase] += option.compute[phase]
                 communication[phase] += option.communication[phase]
             weight_backward += option.compute[1] * self._weight_share(self.problem.elements[name].node)
-        for stream in self.streams_of[index]:
-            for item in self.variant.assignment.trees[self.names[id(stream)]]:
-                communication[0] += item.copies * item.arc.forward / unit.count
-                communication[1] += item.backward_copies * item.arc.backward / unit.count
+        for item in self._conversions(index):
+            communication[0] += item.copies * item.arc.forward / unit.count
+            communication[1] += item.backward_copies * item.arc.backward / unit.count
         weights, buffers = self.weights_of[index]
         entering = [self.values[name] for name in unit.entering]
         return UnitFigures(
@@ -156,7 +152,14 @@ class _FigureReader:
             buffer_bytes=buffers,
             entering_bytes=sum(self._local_bytes(value) for value in entering),
             returning_bytes=sum(self._local_bytes(value) for value in entering if value.requires_grad),
+            launches=self.counts.operators(unit.nodes),
+            collective_launches=self.counts.collectives(unit, self._conversions(index)),
         )
+
+    def _conversions(self, index: int) -> list[Conversion]:
+        """All conversions that the copies of a unit pay for."""
+        trees = self.variant.assignment.trees
+        return [item for stream in self.streams_of[index] for item in trees[self.names[id(stream)]]]
 
     def _weight_share(self, node: Node | None) -> float:
         """Share of an operator's backward that only makes gradients of parameters."""
@@ -326,22 +329,31 @@ class _FigureReader:
         saved = sum(self._local_bytes(self.values[root]) for root in roots)
         saved += sum(self._extra_bytes(extra) for extra in rule.extras)
         if keep_copies:
-            saved += sum(num_bytes for num_bytes, _ in copies.values())
+            saved += sum(copy.num_bytes for copy in copies.values())
         saved += visiting if base != "full" else 0.0
         options = [self.options[node] for node in rule.recomputed if node in self.options]
         compute = sum((option.compute[0] for option in options), 0.0)
+        launches, _ = self.counts.operators(rule.recomputed)
         if name == CHUNKED_LOSS:
-            compute += self._logits_again(index)
-        again = 0.0 if keep_copies else sum((seconds for _, seconds in copies.values()), 0.0)
+            logits = self._logits(index)
+            compute += sum(self.options[linear].compute[0] for linear in logits)
+            launches += self.counts.operators(logits)[0]
+        again = 0.0 if keep_copies else sum((copy.seconds for copy in copies.values()), 0.0)
+        collectives = 0.0 if keep_copies else float(sum(copy.launches for copy in copies.values()))
         if base == "full":
-            again = sum(option.communication[0] for option in options) + self._forward_communication(index)
+            conversions = self._conversions(index)
+            again = sum(option.communication[0] for option in options)
+            again += sum(item.copies * item.arc.forward / unit.count for item in conversions)
+            collectives, _ = self.counts.collectives(unit, conversions, names=rule.recomputed)
         lifetimes = self.step_units.lifetimes(way.activations, way.nodes, base)
         peak = lifetimes.peak(local_bytes=self._local_bytes, extra_bytes=self._extra_bytes)
         peak += exchanged
-        if name == ON_HOST:
-            staying = sum(self._local_bytes(self.values[root]) for root in roots if root in unit.carried)
-            return on_host(compute, again, saved, peak + visiting, staying=staying)
-        return Policy(name, compute, again, saved, peak + visiting)
+        policy = Policy(name, compute, again, saved, peak + visiting, launches=launches + collectives)
+        if name != ON_HOST:
+            return policy
+        return on_host(
+            policy, staying=sum(self._local_bytes(self.values[root]) for root in roots if root in unit.carried)
+        )
 
     def _visiting_bytes(self, way: UnitVariant) -> float:
         """Bytes of rows that visit experts of this rank, and of their outputs, which come back: routed evenly."""
@@ -370,11 +382,11 @@ class _FigureReader:
         behind = local_shape(node.output.shape, placed.outputs[0], mesh)
         return workspace(before, behind) * item_size(node.output.dtype)
 
-    def _logits_again(self, index: int) -> float:
-        """Seconds of the matrix products that losses in chunks do once more; that logits are not widened is not counted
-        for them, so that no policy takes less time than ``none``."""
+    def _logits(self, index: int) -> list[str]:
+        """The matrix products that losses in chunks do once more; that logits are not widened is not counted for them,
+        so that no policy takes less time than ``none``."""
         assert self.step_units.chunked is not None
-        return sum(self.options[pair.linear.name].compute[0] for pair in self.step_units.chunked.pairs[index])
+        return [pair.linear.name for pair in self.step_units.chunked.pairs[index]]
 
     def _is_held(self, unit: ModelUnit, root: str) -> bool:
         """Whether a value's memory counts for the unit: the unit produces it, or takes it from the unit before."""
@@ -395,10 +407,10 @@ class _FigureReader:
                     roots.add(way.activations.roots.get(value, value))
         return roots
 
-    def _converted_copies(self, index: int, way: UnitVariant) -> dict[tuple[str, Placement], tuple[float, float]]:
-        """Converted copies that the backward pass needs: (value, placement) → bytes, seconds to convert again."""
+    def _converted_copies(self, index: int, way: UnitVariant) -> dict[tuple[str, Placement], ConvertedCopy]:
+        """Converted copies that the backward pass needs, by value and placement."""
         unit = self.units[index]
-        copies: dict[tuple[str, Placement], tuple[float, float]] = {}
+        copies: dict[tuple[str, Placement], ConvertedCopy] = {}
         for name in way.nodes:
             saved = way.activations.saved_by_node.get(name)
             if name not in way.placed or saved is None:
@@ -408,24 +420,25 @@ class _FigureReader:
                 if value not in node.inputs or value in way.new_placements:
                     continue
                 placement = way.placed[name].inputs[node.inputs.index(value)]
-                seconds = self._forward_seconds(unit, value, placement)
-                if seconds is not None:
-                    copies[value, placement] = (float(self.pricing.local_bytes(self.values[value], placement)), seconds)
+                again = self._forward_again(unit, value, placement)
+                if again is not None:
+                    num_bytes = float(self.pricing.local_bytes(self.values[value], placement))
+                    copies[value, placement] = ConvertedCopy(num_bytes, *again)
         return copies
 
-    def _forward_seconds(self, unit: ModelUnit, value: str, target: Placement) -> float | None:
-        """Seconds of the collectives on the way to ``target``; None if there are none (the copy is the value)."""
+    def _forward_again(self, unit: ModelUnit, value: str, target: Placement) -> tuple[float, int] | None:
+        """Seconds and number of the collectives on the way to ``target``; None if there are none: it is the value."""
         stream = self._stream(unit, value)
         if stream is None:
             return None
         steps = {item.arc.step.target: item for item in self.variant.assignment.trees[stream]}
-        seconds, moved, position = 0.0, False, target
+        seconds, launches, moved, position = 0.0, 0, False, target
         while position in steps:
             item = steps[position]
             moved = moved or item.arc.step.collectives[0] is not None
-            seconds += item.arc.forward
+            seconds, launches = seconds + item.arc.forward, launches + bool(item.arc.forward)
             position = item.arc.step.source
-        return seconds if moved else None
+        return (seconds, launches) if moved else None
 
     def _stream(self, unit: ModelUnit, value: str) -> str | None:
         if unit.run is not None:
@@ -434,12 +447,3 @@ class _FigureReader:
                     return f"carry:{unit.run}#{slot}"
         name = self.problem.first_name(value)
         return name if name in self.problem.streams else None
-
-    def _forward_communication(self, index: int) -> float:
-        """Seconds of all forward conversions that one copy of the unit does."""
-        unit = self.units[index]
-        return sum(
-            item.copies * item.arc.forward / unit.count
-            for stream in self.streams_of[index]
-            for item in self.variant.assignment.trees[self.names[id(stream)]]
-        )

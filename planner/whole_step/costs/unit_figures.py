@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from passes.ir.types import Placement
 from passes.plan.step_plan import ON_HOST
 from passes.repeats.model_units import ModelUnit
+
+if TYPE_CHECKING:
+    from passes.autograd.recompute_policies import Activations
+    from passes.losses import Placed
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Weight:
 class Policy:
     """A recompute policy: seconds that it adds to backward (compute, communication), bytes kept, peak beyond them.
 
-    ``host_bytes``: what it keeps in the host's memory.
+    ``host_bytes``: what it keeps in the host's memory; ``launches``: operators and collectives that it runs again.
     """
 
     name: str
@@ -38,13 +42,36 @@ class Policy:
     saved_bytes: float
     peak_bytes: float
     host_bytes: float = 0.0
+    launches: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnitVariant:
+    """A unit's operators as they run: under most policies as captured, or with the loss in chunks.
+
+    ``placed`` are the placements of the operators' inputs and outputs, ``new_placements`` those of values that are not
+    in the captured graph.
+    """
+
+    activations: Activations
+    nodes: tuple[str, ...]
+    placed: Mapping[str, Placed]
+    new_placements: Mapping[str, Placement] = field(default_factory=dict)
+
+
+class ConvertedCopy(NamedTuple):
+    """A converted copy that the backward pass needs: its bytes, seconds and collectives to convert it again."""
+
+    num_bytes: float
+    seconds: float
+    launches: int
 
 
 class BytesBeside(NamedTuple):
     """What a unit holds under any policy beside the values that its operators give: converted copies, rows that visit
     experts, and what products that exchange their rows hold."""
 
-    copies: Mapping[tuple[str, Placement], tuple[float, float]]
+    copies: Mapping[tuple[str, Placement], ConvertedCopy]
     visiting: float
     exchanged: float
 
@@ -54,6 +81,8 @@ class UnitFigures:
     """One copy of a unit: seconds forward and backward by stream, the part of backward for weights, bytes sent on.
 
     ``entering_bytes`` are those of activations that cross a cut before a copy, ``returning_bytes`` of their gradients.
+    ``launches``: kernels of operators that the host launches, forward and backward, ``collective_launches`` the same of
+    collectives.
     """
 
     unit: ModelUnit
@@ -65,13 +94,17 @@ class UnitFigures:
     buffer_bytes: float
     entering_bytes: float
     returning_bytes: float
+    launches: tuple[float, float] = (0.0, 0.0)
+    collective_launches: tuple[float, float] = (0.0, 0.0)
 
 
-def on_host(compute: float, communication: float, kept_bytes: float, peak_bytes: float, *, staying: float) -> Policy:
-    """What a unit costs that keeps ``kept_bytes`` in the host's memory, all but ``staying``: what it took in.
+def on_host(policy: Policy, *, staying: float) -> Policy:
+    """``policy`` with what it keeps in the host's memory, all but ``staying`` bytes: what it took in.
 
     Beside what a unit makes, the device has what its neighbour made, on the way to the host or back: twice the bytes,
     of which none stay. That is of units in a row: one of a kind has nothing to move its bytes beside.
     """
-    moving = kept_bytes - staying
-    return Policy(ON_HOST, compute, communication, staying, peak_bytes + 2 * moving, moving)
+    moving = policy.saved_bytes - staying
+    return replace(
+        policy, name=ON_HOST, saved_bytes=staying, peak_bytes=policy.peak_bytes + 2 * moving, host_bytes=moving
+    )
