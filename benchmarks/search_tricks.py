@@ -119,7 +119,7 @@ TRICKS: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "context axis priced beside each tensor size": (
         ("planner.whole_step.costs.candidate_bounds.SHARED_FROM", math.inf),
     ),
-    "shardings of fewer bytes": (("planner.whole_step.best_first.BYTE_WEIGHTS", (0.0,)),),
+    "shardings of fewer bytes": (("planner.whole_step.best_first.ALL_WEIGHTS", (0.0,)),),
     "shortfall of memory by rank": (("planner.whole_step.best_first.memory_shortfall", _zero),),
     "load within memory, fractional": ((f"{_STAGES}.loads.LoadWithinMemory.bound", _given_lower),),
     "load of pooled memory (several runs)": ((f"{_STAGES}.loads.pooled_load", _zero),),

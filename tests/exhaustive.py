@@ -23,10 +23,12 @@ from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, as_step
-from planner.whole_step.best_first import BYTE_WEIGHTS, Search
+from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import STEADY, Candidate, is_offered
 from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, ORDERS, Links, MeshLayout
+from planner.whole_step.costs.byte_weights import ALL_WEIGHTS, STATE_WEIGHTS
+from planner.whole_step.costs.level_one import Sharded
 from tests.order_steps import order_steps, path_ends
 
 Array = NDArray[numpy.float64]
@@ -144,7 +146,10 @@ def fastest_of_all(search: Search, *, seed: int = 0) -> Best:
     for candidate in every_candidate(search):
         candidates += 1
         links = Links.of(search.cluster, candidate.layout)
-        for weight in BYTE_WEIGHTS:
+        sharded: Sharded | None = None
+        for weight in ALL_WEIGHTS:
+            if weight in STATE_WEIGHTS and (sharded is None or not search.reduces_longer(candidate, sharded, 0.0)):
+                break
             sharded = search.level_one.sharded_with_host(candidate.cut, candidate.layout, links, weight=weight)
             if sharded is None:
                 continue

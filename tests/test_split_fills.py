@@ -14,10 +14,11 @@ from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_seconds
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice, UnitRun, as_step
-from planner.whole_step.best_first import BYTE_WEIGHTS, Search
+from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.candidates.mesh_layout import MeshLayout
+from planner.whole_step.costs.byte_weights import BYTE_WEIGHTS
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.split_fills import (

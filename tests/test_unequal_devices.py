@@ -14,10 +14,10 @@ from cost_models.unequal_devices import device_kinds, in_order, kinds_of_stages,
 from passes.plan import Plan
 from passes.plan.text_tables import format_seconds
 from planner.pipeline_ilp.stage_ilp import solve_stages
-from planner.whole_step.best_first import BYTE_WEIGHTS
 from planner.whole_step.candidates.candidates import families
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.costs.byte_weights import BYTE_WEIGHTS
 from planner.whole_step.costs.level_one import LevelOne, batch_prices
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.stage_devices import level_one_of, repriced

@@ -28,13 +28,12 @@ from planner.whole_step.bounded_search import BoundedSearch
 from planner.whole_step.candidates.candidates import Candidate, Family, families
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS
+from planner.whole_step.costs.byte_weights import ALL_WEIGHTS, STATE_WEIGHTS
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, SearchTeller
 from planner.whole_step.search_entry import SearchEntry, redone
 
-#: Prices of a byte in the sharding ILP, as multiples of (seconds / bytes of the fastest); later ones if memory binds.
-BYTE_WEIGHTS = (0.0, 0.25)
 #: The largest context axis of candidates that are solved before the search begins.
 MOST_CONTEXT = 2
 #: Sizes of the axis of experts that are tried, least bound first, until one fits in memory.
@@ -360,13 +359,7 @@ class Search(BoundedSearch):
         if not self._is_known(entry, sharded):
             filled = self._bound_of_sharding(entry, sharded) if bound < self._cutoff() else bound
             yield self._next(entry, max(bound, filled), sharded=sharded)
-        yield from self._with_fewer_bytes(entry, bound)
-
-    def _is_known(self, entry: SearchEntry, sharded: Sharded) -> bool:
-        """Whether a lower price of bytes gave the same sharding."""
-        lighter = [weight for weight in BYTE_WEIGHTS if weight < entry.weight]
-        before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
-        return before is not None and before.is_same(sharded)
+        yield from self._with_fewer_bytes(entry, bound, sharded)
 
     def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.sharded is not None
@@ -438,12 +431,19 @@ class Search(BoundedSearch):
         """What a stage program has to beat, and by which share its bound may stay below that: down to the search's."""
         return self._cutoff() / (1.0 - gap), gap
 
-    def _with_fewer_bytes(self, entry: SearchEntry, bound: float) -> Iterator[SearchEntry]:
+    def _with_fewer_bytes(self, entry: SearchEntry, bound: float, sharded: Sharded) -> Iterator[SearchEntry]:
         """Yield the candidate under the next higher price of bytes: a slower sharding, but it may recompute, gather or
         reduce less. ``bound`` is of the operators alone, since bounds of the stages hold for one sharding only."""
-        heavier = next((weight for weight in BYTE_WEIGHTS if weight > entry.weight), None)
-        if heavier is not None and entry.candidate.cut.context * entry.candidate.cut.tensor > 1:
-            yield replace(entry, bound=max(entry.bound, bound), order=next(self.order), weight=heavier)
+        heavier = next((weight for weight in ALL_WEIGHTS if weight > entry.weight), None)
+        if heavier is None or entry.candidate.cut.context * entry.candidate.cut.tensor == 1:
+            return
+        bound = max(entry.bound, bound)
+        if (
+            heavier not in STATE_WEIGHTS
+            or bound >= self._cutoff()
+            or self.reduces_longer(entry.candidate, sharded, bound)
+        ):
+            yield replace(entry, bound=bound, order=next(self.order), weight=heavier)
 
     def _add(self, solution: StepSolution) -> None:
         self.solutions = with_solution(self.solutions, solution)[: max(KEPT, self.demands.num_alternatives)]

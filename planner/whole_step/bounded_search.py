@@ -6,6 +6,7 @@ from cost_models import Cluster
 from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.costs.byte_weights import ALL_WEIGHTS, LONGER, reducing_seconds
 from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.split_fills import bound_of_sharding, terms_of_all
@@ -54,3 +55,16 @@ class BoundedSearch(LimitedSearch):
         if entry.candidate.layout.pipeline == 1 or self.cluster.has_unequal_devices:
             return 0.0
         return bound_of_sharding(entry.candidate, sharded.by_phase, beside=entry.beside, copied=entry.copied)
+
+    def _is_known(self, entry: SearchEntry, sharded: Sharded) -> bool:
+        """Whether a lower price of bytes gave the same sharding."""
+        lighter = [weight for weight in ALL_WEIGHTS if weight < entry.weight]
+        before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
+        return before is not None and before.is_same(sharded)
+
+    def reduces_longer(self, candidate: Candidate, sharded: Sharded, bound: float) -> bool:
+        """Whether a step of at least ``bound`` seconds reduces its gradients longer than if the tensor axis cut all
+        parameters, by more than the gap lets pass."""
+        links = self.links_on(candidate.layout)
+        seconds = reducing_seconds(sharded.figures, candidate.layout, links, self.demands.training)
+        return seconds - self.bounds.reducing(candidate, links) > LONGER * self.demands.gap * bound

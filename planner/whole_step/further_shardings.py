@@ -27,8 +27,9 @@ from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.posed_problem import quick_bound
 from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import UNEQUAL_SCHEDULES, StageProblem
-from planner.whole_step.best_first import BYTE_WEIGHTS, STAGE_EFFORT
+from planner.whole_step.best_first import STAGE_EFFORT
 from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.costs.byte_weights import BYTE_WEIGHTS
 from planner.whole_step.costs.least_units import least_runs, split_runs, undivided_share
 from planner.whole_step.costs.level_one import Sharded
 from planner.whole_step.costs.sharding import Cut

@@ -10,9 +10,10 @@ from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import StageProblem
 from planner.pipeline_ilp.stage_search import StageSolution
 from planner.solvers.linear import SECOND
-from planner.whole_step.best_first import BYTE_WEIGHTS, Search
+from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
 from planner.whole_step.candidates.mesh_layout import ORDERS
+from planner.whole_step.costs.byte_weights import BYTE_WEIGHTS
 from planner.whole_step.costs.level_one import Sharded
 
 #: How many candidates are examined, in order of their lower bound of memory.

@@ -233,6 +233,14 @@ class Bounds:
             )
         return self._gradients[key]
 
+    def reducing(self, candidate: Candidate, links: Links) -> float:
+        """Lower bound of the seconds in which a step sums all gradients (``byte_weights.reducing_seconds``)."""
+        return sum(
+            figures.unit.count
+            * sum(each.reduce_step for each in stage_seconds(figures, {candidate.layout: links}, (0,), self.training))
+            for figures in self._figures(candidate)
+        )
+
     def launched(self, candidate: Candidate) -> float:
         """Lower bound of the seconds in which the host launches one micro-batch, over all stages: its operators, which
         are as many under all shardings. Unlike ``recompute`` it adds to no bound: the device computes meanwhile."""

@@ -3,7 +3,8 @@
 The batch axis is followed (``planner.whole_step.costs.batch_propagation``); the context axis is searched alone, with
 weights whole on it; the tensor axis is then searched by the sharding ILP (``planner.sharding_ilp.sharding_program``)
 given both. Weighing bytes against seconds gives several undominated *variants*: the fastest, and ones that keep less
-for the backward pass.
+for the backward pass, or whose parameters are cut, so that their gradients are reduced sooner
+(``planner.whole_step.costs.byte_weights``).
 """
 
 from __future__ import annotations

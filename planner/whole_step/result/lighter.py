@@ -14,8 +14,9 @@ from cost_models.step_time import step_memory
 from planner.pipeline_ilp.posed_problem import quick_bound
 from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import as_step
-from planner.whole_step.best_first import BYTE_WEIGHTS, DIVE_EFFORT, Search
+from planner.whole_step.best_first import DIVE_EFFORT, Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
+from planner.whole_step.costs.byte_weights import BYTE_WEIGHTS
 from planner.whole_step.costs.level_one import Sharded
 from planner.whole_step.costs.step_prices import EXPERT
 from planner.whole_step.result.outcome import StepSolution
