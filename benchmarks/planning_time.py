@@ -125,7 +125,7 @@ def plan_one(point: Point, *, time_limit: float) -> Measured:
         step_seconds=new_plan.step.costs.seconds,
         gap=new_plan.certificate.gap,
         status=new_plan.certificate.status,
-        enumerated=new_plan.step.search["enumerated"],
+        enumerated=new_plan.step.search.get("enumerated", 0),
         shapes=sum(1 for _ in layouts(cluster, {})),
         shardings=new_plan.step.search["shardings searched"],
     )
