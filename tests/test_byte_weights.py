@@ -10,9 +10,8 @@ from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.costs.byte_weights import reducing_seconds
 from planner.whole_step.costs.level_one import LevelOne
-from planner.whole_step.plan_step import plan_step
 from tests.exhaustive_models import two_boxes
-from tests.test_unequal_shardings import COLUMNS, NOT_CUT, ROWS, graph, space_under
+from tests.test_unequal_shardings import COLUMNS, NOT_CUT, ROWS, space_under
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -38,17 +37,6 @@ def test_no_pinned_sharding_is_faster() -> None:
         reducing_seconds(sharded.figures, layout, links, free.demands.training) for sharded in (alone, best.sharded)
     )
     assert free.bounds.reducing(best.candidate, links) <= cut < whole
-
-
-def test_matrices_are_cut_between_slow_boxes_and_whole_where_nothing_is_reduced() -> None:
-    fix = {"tp": 2, "pp": 1, "cp": 1, "num_microbatches": 1}
-    slow = plan_step(graph(), two_boxes(), read_demands({**fix, "dp": 4}))
-    alone = plan_step(graph(), two_boxes().subset(2), read_demands({**fix, "dp": 1}))
-    cut, whole = (
-        {state.placement[-1] for name, state in plan.states.items() if name.endswith(("up.weight", "down.weight"))}
-        for plan in (slow, alone)
-    )
-    assert cut == {"S(0)", "S(1)"} and whole == {"I"}
 
 
 def test_no_reduction_takes_less_than_its_bound() -> None:

@@ -66,6 +66,16 @@ def test_gathers_of_none_and_of_several_are_as_before(
     assert not kinds
 
 
+def test_a_gather_between_transposed_tensors_is_as_before(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = kinds_of_gathers(monkeypatch)
+    source, target = torch.arange(6.0).reshape(2, 3).t(), torch.zeros(2, 3).t()
+    torch.ops.c10d.allgather_into_tensor_coalesced_([target], [source], group.boxed())
+    dist.barrier()
+    assert torch.equal(target, source) and not kinds
+
+
 def test_gathers_along_any_dim_give_the_whole(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = kinds_of_gathers(monkeypatch)
     x = torch.arange(6.0).reshape(2, 3)

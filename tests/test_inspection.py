@@ -43,7 +43,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "mesh": {"mesh": "dp=2,tp=2"},
     "1f1b": {"fix": {**PIPELINE, "schedule": "1f1b", "zero": 2, "recompute": "full"}},
     "zb_h1": {"fix": {**PIPELINE, "schedule": "zb_h1", "zero": 1}},
-    "zbv": {"fix": {**PIPELINE, "num_microbatches": 8, "schedule": "zbv", "recompute": "none"}},
+    "zbv": {"fix": {**PIPELINE, "num_microbatches": 8, "schedule": "zbv"}},
     "zero 3": {"fix": {"pp": 1, "dp": 4, "cp": 1, "tp": 1, "zero": 3}},
 }
 CALL: Mapping[str, Any] = {"example_inputs": mlp_batch(batch=16), "loss_fn": squared_error}

@@ -67,6 +67,28 @@ def test_bounds_meet_the_closed_form_of_equal_chunks_that_scale_perfectly(schedu
         assert of_sharding == pytest.approx(seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_forwards_that_stand_beside_do_not_raise_the_bound(schedule: str) -> None:
+    """On two ranks DualPipeV spares half of every chunk's forward, also of what is not an operator's."""
+    ranks, m, num_units, forward, inputs, weights, beside = 2, 8, 8, 1.0, 3.0, 0.8, 0.7
+    chunks = SCHEDULES[schedule].chunks_per_rank or 1
+    costs = LayerCosts(forward=forward + beside, backward=inputs + weights, backward_weight=weights)
+    run = UnitRun(name="layer", count=num_units, choices=(UnitChoice(label=(), costs=costs),))
+    problem = StageProblem(
+        runs=(run,), schedule=schedule, num_ranks=ranks, num_chunks=ranks * chunks, num_microbatches=m,
+        memory=(math.inf,) * ranks,
+    )  # fmt: skip
+    assignment = (((0, 0, num_units // ranks // chunks),),) * (ranks * chunks)
+    seconds = step_seconds(as_step(problem, assignment)).total
+    candidate = Candidate(MeshLayout(ranks, 2, 1, 1), 1, m, schedule, chunks)
+    part = PhaseSeconds(num_units * forward, num_units * inputs, num_units * weights)
+    more = {"beside": num_units * beside, "copied": 0.0}
+    assert bound_of_sharding(candidate, part, **more) <= seconds * (1 + 1e-9)
+    assert max(times * part.total + rest for times, rest in terms_of_all(candidate, part, **more)) <= seconds * (
+        1 + 1e-9
+    )
+
+
 def entries(search: Search) -> Iterator[SearchEntry]:
     """Entries as far as they are before a program chooses among shardings."""
     for entry in search._first_entries():

@@ -29,7 +29,9 @@ def gather_under_a_short_name() -> None:
     original = torch.library.get_kernel(f"c10d::{_OPERATOR}", "CPU")
 
     def gather(keys: Any, outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
-        if len(outputs) != 1 or not inputs[0].numel():  # gloo cuts nothing into an empty piece a rank
+        # gloo cuts nothing into an empty piece a rank; where memory is no row as it stands torch copies
+        are_rows = all(each.numel() and each.is_contiguous() for each in (*outputs, *inputs))
+        if len(outputs) != 1 or not are_rows:
             return original.call_boxed(keys, outputs, inputs, group, async_op)
         # One row a rank, which a tensor without dimensions has not.
         work = dist.ProcessGroup.unbox(group)._allgather_base(outputs[0].view(-1), inputs[0].view(-1))
