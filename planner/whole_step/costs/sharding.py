@@ -233,7 +233,7 @@ class Shardings:
         pool: LatticePool | None = None,
     ) -> None:
         self.space, self.cut, self.along, self.solver, self.templates = space, cut, along, space.solver, space.templates
-        self.host_seconds: float = getattr(prices, "host_seconds", 0.0)
+        self.host_seconds: float = prices.host_seconds
         fixed = {name: _on_sample_axes(space, cut, name, label) for name, label in space.followed.labels.items()}
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}

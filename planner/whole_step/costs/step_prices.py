@@ -74,7 +74,10 @@ def weight_share(node: Node, values: Mapping[str, Value], states: frozenset[str]
 
 
 class StepPrices(Protocol):
-    """What a cost model must price here: compute by kind and shape, collectives by axis."""
+    """What a cost model must price here: compute by kind and shape, collectives by axis, launches by the host."""
+
+    @property
+    def host_seconds(self) -> float: ...
 
     def compute_seconds(
         self,
@@ -424,7 +427,7 @@ class BatchPrices:
         self.inner = cost_model
         self.compute_seconds = cost_model.compute_seconds
         self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
-        self.host_seconds: float = getattr(cost_model, "host_seconds", 0.0)
+        self.host_seconds: float = cost_model.host_seconds
         self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
