@@ -56,8 +56,7 @@ def layout_of(tensor: torch.Tensor) -> torch.layout:
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[str, Any]:
     """Hooks on a tensor's gradient, by the method that registers them; those there are."""
-    tables = {method: getattr(tensor, table, None) for table, method in _GRADIENT_HOOKS.items()}
-    return {method: hooks for method, hooks in tables.items() if hooks}
+    return {method: hooks for table, method in _GRADIENT_HOOKS.items() if (hooks := getattr(tensor, table, None))}
 
 
 def is_inside_transform() -> bool:

@@ -29,12 +29,13 @@ def gather_under_a_short_name() -> None:
     original = torch.library.get_kernel(f"c10d::{_OPERATOR}", "CPU")
 
     def gather(keys: Any, outputs: Any, inputs: Any, group: Any, async_op: bool = True) -> Any:
+        output, single = outputs[0], inputs[0]
         # gloo cuts nothing into an empty piece a rank; where memory is no row as it stands torch copies
-        are_rows = all(each.numel() and each.is_contiguous() for each in (*outputs, *inputs))
-        if len(outputs) != 1 or not are_rows:
+        is_row = single.numel() and single.is_contiguous() and output.is_contiguous()
+        if len(outputs) != 1 or not is_row:
             return original.call_boxed(keys, outputs, inputs, group, async_op)
         # One row a rank, which a tensor without dimensions has not.
-        work = dist.ProcessGroup.unbox(group)._allgather_base(outputs[0].view(-1), inputs[0].view(-1))
+        work = dist.ProcessGroup.unbox(group)._allgather_base(output.view(-1), single.view(-1))
         return work.boxed()
 
     _library = torch.library.Library("c10d", "IMPL")
