@@ -67,6 +67,10 @@ class Schedule:
         divided: whether fill and drain shrink by the number of chunks a rank holds.
         played: for how many micro-batches a rank the pipeline takes no less than the longest path of the order, those
             beyond as long as the busiest rank; 0 where the fills are enough.
+        ends_in_weights: whether each chunk's last action makes weight gradients alone, which alone hide its reductions.
+        slack: each rank is done (on_inputs, on_weight) later than the rank behind it, where reductions hide, too: so
+            many seconds of its gradients of inputs and of weights, unless less than nothing.
+        slack_of_all: the same of every other rank but the first and the last, where all chunks of a rank are reduced.
         order: of a registered schedule: (rank, ranks, micro-batches, chunks a rank) → the rank's actions.
     """
 
@@ -81,12 +85,20 @@ class Schedule:
     by_direction: bool = False
     divided: bool = False
     played: float = 0
+    ends_in_weights: bool = False
+    slack: tuple[float, float] = (1, 1)
+    slack_of_all: tuple[float, float] = (1, 1)
     order: Callable[[int, int, int, int], Any] | None = None
 
     def fills_on(self, num_ranks: int) -> tuple[tuple[float, float, float], ...]:
         """``fills`` on so many ranks: (p − 1) of the first row are less by ``spared`` forwards of each chunk."""
         (on_forward, on_inputs, on_weight), *others = self.fills
         return (on_forward - self.spared / max(1, num_ranks - 1), on_inputs, on_weight), *others
+
+    def slack_seconds(self, backward: float, weight: float, *, of_all: bool = False) -> float:
+        """``slack``, or ``slack_of_all``, of a layer: ``backward`` seconds, ``weight`` of them for weights."""
+        on_inputs, on_weight = self.slack_of_all if of_all else self.slack
+        return max(0.0, on_inputs * (backward - weight) + on_weight * weight)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -126,6 +138,9 @@ SCHEDULES: dict[str, Schedule] = {
             splits_backward=True,
             fills=((1, 1, -1),),
             splits_all=True,
+            ends_in_weights=True,
+            slack=(1, -1),
+            slack_of_all=(1, -1),
         ),
         Schedule(
             name="zb_h2",
@@ -135,6 +150,9 @@ SCHEDULES: dict[str, Schedule] = {
             splits_backward=True,
             fills=((1, 0, 0), (1, 1, -2)),
             splits_all=True,
+            ends_in_weights=True,
+            slack=(0, 0),
+            slack_of_all=(0, 0),
         ),
         Schedule(
             name="zbv",
@@ -145,6 +163,9 @@ SCHEDULES: dict[str, Schedule] = {
             fills=((0, 0.5, 0),),
             splits_all=True,
             played=3,
+            ends_in_weights=True,
+            slack=(0, 0),
+            slack_of_all=(-1, 2),
         ),
         Schedule(
             name="v_half",
@@ -155,6 +176,9 @@ SCHEDULES: dict[str, Schedule] = {
             fills=((0.5, 1, -0.5),),
             splits_all=True,
             played=math.inf,
+            ends_in_weights=True,
+            slack=(1, -1),
+            slack_of_all=(1, -1),
         ),
         Schedule(
             name="dualpipev",
@@ -165,6 +189,9 @@ SCHEDULES: dict[str, Schedule] = {
             fills=((0, 1, -0.5), (0.5, 0.5, -0.5), (0.5, 0, 0)),
             spared=0.5,
             played=3,
+            ends_in_weights=True,
+            slack=(1, -1),
+            slack_of_all=(1, -1),
         ),
     )
 }

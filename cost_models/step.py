@@ -78,6 +78,11 @@ class LayerCosts:
         return self.gather_backward + self.reduce_backward + self.reduce_step
 
     @property
+    def reductions(self) -> float:
+        """Seconds of the communication stream for all reductions of the last micro-batch's gradients."""
+        return self.reduce_backward + self.reduce_step
+
+    @property
     def last_wait(self) -> float:
         """Seconds by which that takes longer than the others' backward: the next layer's gather waits for reductions.
 

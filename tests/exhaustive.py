@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ EXACT = 1e-12
 #: Assignments in one array at most.
 BLOCK = 1 << 21
 #: What is summed over the layers of a chunk, as columns.
-SUMS = ("forward", "backward", "weight", "reduce", "wait", "update", "state", "saved")
+SUMS = ("forward", "backward", "weight", "reduce", "wait", "update", "state", "saved", "reductions", "ahead", "behind")
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,9 @@ def _sums(costs: LayerCosts, *, split: bool) -> tuple[float, ...]:
         costs.update_step + costs.gather_step,
         costs.state_bytes,
         costs.saved_bytes,
+        costs.reduce_backward + costs.reduce_step,
+        max(0.0, backward - 2 * weight),
+        max(0.0, 3 * weight - backward),
     )
 
 
@@ -265,6 +268,37 @@ def _both(one: Ways, other: Ways) -> Ways:
     choices += [(run, counts[right], ahead[right]) for run, counts, ahead in other.choices]
     peak = numpy.maximum(one.peak[remaining], other.peak[right])
     return Ways(one.sums[remaining] + other.sums[right], peak, one.first[remaining], tuple(choices))
+
+
+#: Under each schedule that ends in gradients of weights, what of other ranks hides the reductions of the chunk that a
+#: rank does last, and of both.
+SLACKS = {
+    "zb_h1": ("ahead", "ahead"),
+    "zb_h2": (None, None),
+    "zbv": (None, "behind"),
+    "v_half": ("ahead", "ahead"),
+    "dualpipev": ("ahead", "ahead"),
+}
+
+
+def _behind_weights(
+    figures: Sequence[Mapping[str, Any]], mine: list[list[int]], of_last: str | None, of_both: str | None
+) -> Any:
+    """What the last gradients of weights do not hide: of the chunk that a rank does last, and of both."""
+    left = [each["reductions"] - each["weight"] for each in figures]
+    last, both = (
+        [sum(figures[chunk][name] for chunk in chunks) / len(chunks) if name else 0.0 for chunks in mine]
+        for name in (of_last, of_both)
+    )
+    exposed: list[Any] = [0.0]
+    for rank, chunks in enumerate(mine):
+        exposed.append(left[chunks[0]] - sum(last[:rank]))
+        if len(chunks) > 1:
+            others: Any = sum(both[other] for other in range(1, len(mine) - 1) if other != rank)
+            if rank == 0:  # it has the model's last chunk
+                others = others + sum(figures[chunk]["backward"] for each in mine[1:] for chunk in each) / 2
+            exposed.append(left[chunks[0]] + left[chunks[1]] - others)
+    return _most(exposed)
 
 
 def _blocks(ways: list[Ways]) -> Iterator[list[Ways]]:
@@ -326,12 +360,14 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
     exposed: Any = 0.0
     before: Any = 0.0
     waits: Any = 0.0 if schedule.splits_backward else sum(each["wait"] for each in figures)
-    for chunks in mine:
+    for chunks in mine if not schedule.ends_in_weights else ():
         backward = sum(figures[chunk]["backward"] for chunk in chunks)
         held_up = 0.0 if schedule.splits_backward else sum(figures[chunk]["wait"] for chunk in chunks)
         communication = sum(figures[chunk]["reduce"] for chunk in chunks)
         exposed = numpy.maximum(exposed, communication - held_up - backward - before)
         before = before + (backward + held_up) / per_rank
+    if schedule.ends_in_weights:
+        exposed = _behind_weights(figures, mine, *SLACKS[problem.schedule])
     opening, reductions = (spread(each, 0) for each in ways[0].first.T)
     if num_chunks == 1 and not schedule.splits_backward:
         exposed = _most([exposed, reductions, late(problem, ways[0])])

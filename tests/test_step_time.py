@@ -324,6 +324,44 @@ def test_tail_is_within_one_layers_backward_of_the_simulation(
     assert step_seconds(step).tail == pytest.approx(report.seconds - report.pipeline_seconds, abs=2.0 + 1e-6)
 
 
+#: Schedules whose chunks end in gradients of weights.
+WEIGHTS_LAST = [name for name, row in SCHEDULES.items() if row.ends_in_weights]
+
+
+@pytest.mark.parametrize("schedule", WEIGHTS_LAST)
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from([2, 4, 8]), st.sampled_from([2, 4]), st.sampled_from([1.0, 1.3, 2.0]), st.floats(0.1, 6.0))
+def test_gradients_of_weights_alone_hide_reductions(
+    schedule: str, num_ranks: int, rounds: int, inputs: float, reduce_step: float
+) -> None:
+    step = equal_step(
+        schedule, num_ranks=num_ranks, num_microbatches=rounds * num_ranks, layers=16, backward=1.0 + inputs,
+        reduce_step=reduce_step,
+    )  # fmt: skip
+    report = simulate(step)
+    tail = report.seconds - report.pipeline_seconds
+    assert step_seconds(step).tail >= tail - 1.0 - 1e-6  # the first layer's, which the simulation does not hide
+    if step.num_ranks == len(step.chunks):
+        assert step_seconds(step).tail == pytest.approx(tail, abs=1.0 + 1e-6)
+    assert step_seconds(step).tail <= tail + 0.05 * report.seconds  # two chunks of a rank may have longer than priced
+
+
+def test_the_last_rank_of_zb_h1_is_done_before_the_others() -> None:
+    quiet, reducing = (LayerCosts(forward=1.0, backward=3.0, backward_weight=1.0, reduce_step=each) for each in (0, 9))
+    chunks = tuple(ChunkCosts(layers=((layer, 1),)) for layer in (quiet, quiet, reducing))
+    step = PipelineStep(schedule="zb_h1", num_microbatches=6, num_ranks=3, chunks=chunks)
+    assert step_seconds(step).tail == 9.0 - 1.0 - 2 * (2.0 - 1.0)  # its weights, what each rank is done later
+    report = simulate(step)
+    assert report.seconds - report.pipeline_seconds == step_seconds(step).tail + 1.0  # nothing hides in the first layer
+
+
+def test_the_first_rank_of_two_chunks_reduces_the_models_end_behind_the_whole_drain() -> None:
+    quiet, reducing = (LayerCosts(forward=1.0, backward=2.0, backward_weight=1.0, reduce_step=each) for each in (0, 9))
+    chunks = tuple(ChunkCosts(layers=((layer, 1),)) for layer in (quiet, quiet, quiet, quiet, quiet, reducing))
+    step = PipelineStep(schedule="zbv", num_microbatches=6, num_ranks=3, chunks=chunks)
+    assert step_seconds(step).tail == max(0.0, 9.0 - 2 * 1.0 - 4 * 2.0 / 2 - 1.0)  # its weights, the drain, rank 1
+
+
 def test_the_slowest_ranks_update_ends_the_step() -> None:
     quick = ChunkCosts(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5), 1),))
     slow = ChunkCosts(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5, gather_step=0.25), 3),))

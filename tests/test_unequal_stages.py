@@ -85,7 +85,7 @@ def every_assignment(problem: StageProblem) -> Iterator[list[list[tuple[int, int
 def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, int]]]) -> tuple[float, bool]:
     """The step by the formula in the docstring of ``cost_models.step_time``, and whether every rank's bytes fit."""
     p, m, split = problem.num_ranks, problem.num_microbatches, problem.schedule == "zb_h1"
-    forward, backward, weights, reduced, waited, updates, fits = [], [], [], [], [], [], True
+    forward, backward, weights, slacks, reduced, waited, updates, fits = [], [], [], [], [], [], [], True
     for rank, placed in enumerate(ranks):
         costs = [problem.rank_runs[rank][run].choices[choice].costs for run, choice in placed]
         received = problem.rank_runs[rank][placed[0][0]].receive_forward if rank else 0.0
@@ -94,16 +94,19 @@ def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, i
         parts = [backward_and_weight(each, split=split) for each in costs]
         backward.append(sum(both for both, _ in parts) + returned)
         weights.append(sum(weight for _, weight in parts))
+        slacks.append(sum(max(0.0, both - 2 * weight) for both, weight in parts))
         sent = [each.gather_backward + each.reduce_backward + each.reduce_step for each in costs]
         held_up = [max(0.0, c - max(each.backward, c - each.reduce_step)) for c, each in zip(sent, costs)]
         waited.append(sum(wait for wait, each in zip(held_up, costs) if each.gather_backward and not split))
-        reduced.append(sum(sent))
+        reduced.append(sum(each.reduce_backward + each.reduce_step for each in costs) if split else sum(sent))
         updates.append(sum(each.update_step + each.gather_step for each in costs))
         flight = m if problem.schedule == "gpipe" else min(m, p if split else p - rank)
         used = sum(each.state_bytes + flight * each.saved_bytes for each in costs)
         fits &= used + max(each.peak_bytes for each in costs) <= problem.memory[rank] * (1 + 1e-9)
     loads = [f + b for f, b in zip(forward, backward)]
     windows = [sum(backward[: rank + 1]) + sum(waited[: rank + 1]) for rank in range(p)]
+    if split:
+        windows = [weights[rank] + sum(slacks[:rank]) for rank in range(p)]
     first_run, first_choice = ranks[0][0]
     opening = problem.rank_runs[0][first_run].choices[first_choice].costs.reduce_step
     tail = max(opening, sum(waited) + max(0.0, *(c - window for c, window in zip(reduced, windows))))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.crossings import received_by_all
-from planner.pipeline_ilp.stage_problem import WAITS, StageProblem
+from planner.pipeline_ilp.stage_problem import REDUCTIONS, SENT, WAITS, StageProblem
 
 Array = NDArray[np.float64]
 
@@ -59,6 +59,9 @@ class TimeBounds:
 class ChainFigures:
     """The choices of all runs, in columns (``UnitRun.figures``), where each run's begin, and the units of each.
 
+    Where a chunk's last action makes gradients of weights, SENT are the reductions alone; the last column is the slack
+    of such schedules (``cost_models.schedules.Schedule.slack_of_all``), else zero.
+
     Attributes:
         cheapest: least seconds of a micro-batch in a unit of each run.
         updated: least seconds of all updates, in the mean over ranks.
@@ -74,8 +77,15 @@ class ChainFigures:
 def chain_figures(problem: StageProblem) -> ChainFigures:
     """The figures of a ``folded`` problem; nothing waits where backward passes are split."""
     figures = np.concatenate([run.figures for run in problem.runs]).T
-    if SCHEDULES[problem.schedule].splits_backward:
+    schedule = SCHEDULES[problem.schedule]
+    if schedule.splits_backward:
         figures[WAITS] = 0.0
+    reductions, figures[REDUCTIONS] = figures[REDUCTIONS].copy(), 0.0
+    if schedule.ends_in_weights:
+        _, backward, weight = figures[:SENT]
+        figures[SENT] = reductions
+        on_inputs, on_weight = schedule.slack_of_all
+        figures[REDUCTIONS] = np.maximum(0.0, on_inputs * (backward - weight) + on_weight * weight)
     counts = np.array([run.count for run in problem.runs], dtype=float)
     starts = np.cumsum([0, *(len(run.choices) for run in problem.runs[:-1])])
     cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
@@ -93,10 +103,11 @@ def average_bounds(problem: StageProblem, units: ChainFigures | None = None) -> 
     units = chain_figures(problem) if units is None else units
     received = received_by_all(problem)
     load = (float(units.cheapest @ units.counts) + sum(received)) / problem.num_ranks
-    _, backward, _, sent, _, waits = units.figures
+    _, backward, weight, sent, _, waits, _ = units.figures
+    hidden = weight if SCHEDULES[problem.schedule].ends_in_weights else backward
     bases, weights, first = _weightings(
         problem.schedule, problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches,
-        waits=bool(waits.any()), sends=bool((sent - waits > backward).any()),
+        waits=bool(waits.any()), sends=bool((sent - waits > hidden).any()),
     )  # fmt: skip
     totals = np.minimum.reduceat(weights @ units.figures, units.starts, axis=1) @ units.counts
     totals += weights[:, :2] @ received
@@ -122,7 +133,9 @@ def _weightings(
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
     for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for the first layer's reduction, for what the last backward
     ``waits``, or, where more is sent than a backward pass hides (``sends``), for that and the mean over ranks of what
-    is not hidden, in which each second of the last backward hides at most 1/p + (p-1)/(p·v).
+    is not hidden, in which each second of the last backward hides at most 1/p + (p-1)/(p·v). Where chunks end in
+    gradients of weights, a second of these hides 1/p, one of slack at most (p-1)/(p·v), and behind the model's last
+    chunk, where the first rank has it, one of backward 1/(p·v) more.
     """
     p, v, schedule = ranks, chunks_per_rank, SCHEDULES[schedule_name]
     fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
@@ -135,18 +148,23 @@ def _weightings(
         divisor = v if schedule.divided else 1
         times = num_microbatches - 1 / divisor
         fills = [(1 / divisor, 1 / divisor, 0.0)]
-    tails = [(0.0, 0.0, 0.0)]  # (seconds that one of backward hides, of communication, of waiting)
+    #: Seconds that one of backward, W and slack hides, of communication, of waiting.
+    tails: list[tuple[float, float, float, float, float]] = [(0.0, 0.0, 0.0, 0.0, 0.0)]
+    behind = (p - 1) / (p * v)
     if waits:
-        tails.append((0.0, 0.0, 1.0))
-    if sends:
-        hides = 1 / p + (p - 1) / (p * v)
-        tails.append((hides, 1 / p, 1.0 - hides))
+        tails.append((0.0, 0.0, 0.0, 0.0, 1.0))
+    if sends and schedule.ends_in_weights:
+        drained = 1 / (p * v) if p > 1 and v > 1 and schedule.placement == "vee" else 0.0
+        tails.append((drained, 1 / p, behind, 1 / p, 0.0))
+    elif sends:
+        tails.append((1 / p + behind, 0.0, 0.0, 1 / p, 1.0 - 1 / p - behind))
     bases, weights, first = [], [], []
-    for (forward, backward, weight), mean, (hides, sent, waiting) in itertools.product(fills, (True, False), tails):
+    for (forward, backward, weight), mean, tail in itertools.product(fills, (True, False), tails):
+        hides, hides_of_weight, hides_of_slack, sent, waiting = tail
         share = times / p if mean else 0.0
         forward, backward = forward + share, backward + share - hides
         if forward >= 0 and backward >= 0:
             bases.append(0.0 if mean else times)
-            weights.append((forward, backward, weight, sent, 1 / p, waiting))
+            weights.append((forward, backward, weight - hides_of_weight, sent, 1 / p, waiting, -hides_of_slack))
             first.append(not (sent or waiting))
     return tuple(bases), np.array(weights), np.array(first)

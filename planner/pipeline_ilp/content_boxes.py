@@ -1,17 +1,18 @@
 r"""One chunk a rank and one long run: the best assignment by branch and bound over boxes of the step's largest figures.
 
-A content of a rank (``rank_contents``) has a load ℓ, a part φ of the fill, a communication s and a backward pass h of
-the last micro-batch, and an update u. The step of contents c(r), one for each rank, is at least
+A content of a rank (``rank_contents``) has a load ℓ, a part φ of the fill, reductions s that its own last backward pass
+does not hide, seconds h that hide those of other ranks, and an update u. The step of contents c(r), one for each rank,
+is at least
 
     M·L + Σ_r φ(c(r)) + T + U,     L = max_r ℓ(c(r)),  U = max_r u(c(r)),
-                                   T = max(0, max_r (s(c(r)) - h(c(r)) - Σ_{r'<r} h(c(r'))), the first unit's reduction)
+                                   T = max(0, max_r (s(c(r)) - Σ_{r'<r} h(c(r'))), the first unit's reduction)
 
 where M = m, or m - 1 under a whole backward pass of several ranks; of GPipe, which is as slow as the slowest forward
-and the slowest backward, it is only a bound. In a box of what L, U and T may be, contents above
-it are out, and ranks hang together by how many units they hold alone: a table over these, rank by rank, has the least
-sum of φ, which with the lower corner of the box is a bound. (Of ranks before r, h counts with the most that any content
-in the box has.) The table's assignment is one to offer. Boxes are halved where that costs most, least bound first. The
-program's relaxation mixes contents, and branching on it takes thousands of nodes where this takes a hundred boxes.
+and the slowest backward, it is only a bound. In a box of what L, U and T may be, contents above it are out, and ranks
+hang together by how many units they hold alone: a table over these, rank by rank, has the least sum of φ, which with
+the lower corner of the box is a bound. (Of ranks before r, h counts with the most that any content in the box has.) The
+table's assignment is one to offer. Boxes are halved where that costs most, least bound first. The program's relaxation
+mixes contents, and branching on it takes thousands of nodes where this takes a hundred boxes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
-from planner.pipeline_ilp.rank_contents import HIDES, LOAD, SENT, UPDATE, Array, Contents
+from planner.pipeline_ilp.rank_contents import EXPOSED, LOAD, UPDATE, Array, Contents
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
 
@@ -50,15 +51,14 @@ class _RankColumns:
     def __init__(self, contents: list[Contents]) -> None:
         self.contents = contents
         figures = np.concatenate([each.figures for each in contents])
-        self.load, self.fill, sent, self.hides, self.update = (figures[:, place].copy() for place in range(5))
-        self.tail = sent - self.hides
+        self.load, self.fill, self.exposed, self.hides, self.update = (figures[:, place].copy() for place in range(5))
         self.starts = np.cumsum([0, *(len(each.figures) for each in contents[:-1])])
 
     def within(self, load: float, update: float, tail: float) -> NDArray[np.bool_]:
         """Which contents are in a box."""
         inside = self.load <= load
         inside &= self.update <= update
-        inside &= self.tail <= tail * (1.0 + ROUNDING)
+        inside &= self.exposed <= tail * (1.0 + ROUNDING)
         return inside
 
 
@@ -76,7 +76,7 @@ class ContentBoxes:
         self.first = 0.0 if whole else first
         figures = np.concatenate([contents.figures for rank in ranks for contents in rank] or [np.zeros((0, 5))])
         self.loads, self.updates = np.unique(figures[:, LOAD]), np.unique(figures[:, UPDATE])
-        self.longest_tail = float((figures[:, SENT] - figures[:, HIDES]).max(initial=0.0))
+        self.longest_tail = float(figures[:, EXPOSED].max(initial=0.0))
         self.columns = [_RankColumns(rank) for rank in ranks if rank]
         #: The least sum of φ by the upper corner of a box, which one of its halves has, too.
         self._fills: dict[tuple[int, int, float], float] = {}

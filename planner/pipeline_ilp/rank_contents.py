@@ -1,19 +1,20 @@
 """What a rank may hold, one chunk a rank and one long run: every multiset of choices that fits and is not dominated.
 
 Few units on a rank, each of gigabytes, have few contents. The step depends on five figures of each: its load, its part
-of the fill, what it communicates after its last backward pass, the seconds of that pass, and its update.
+of the fill, its reductions that its own last backward does not hide, what it hides of other ranks', and its update.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedules import SCHEDULES
+from cost_models.schedules import SCHEDULES, Schedule
 from planner.pipeline_ilp.crossings import received
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_problem import ROUNDING, StageProblem, UnitChoice
@@ -22,13 +23,13 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 #: Columns of ``Contents.figures``.
-LOAD, FILL, SENT, HIDES, UPDATE = range(5)
+LOAD, FILL, EXPOSED, HIDES, UPDATE = range(5)
 #: Whether less of a figure is better (1) or more (-1).
 _SIGNS = np.array([1.0, 1.0, 1.0, -1.0, 1.0])
 #: Multisets of choices that are looked at, at most, and of those that fit, for one rank.
 _MOST, _MOST_FITTING = 40_000, 4_000
 #: Columns of a choice's own figures.
-_FORWARD, _BACKWARD, _WEIGHT, _SENT, _WAITS, _UPDATED, _STATE, _SAVED, _PEAK = range(9)
+_FORWARD, _BACKWARD, _WEIGHT, _SENT, _WAITS, _UPDATED, _STATE, _SAVED, _PEAK, _REDUCED, _SLACK = range(11)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def _of_rank(
     runs, last = problem.runs_on(rank), len(problem.runs) - 1
     on_rank = [0] * (run > 0 and rank == problem.ranks[0]) + [last] * (run < last and rank == problem.ranks[-1])
     in_flight = problem.in_flight[rank]
-    own = _figures(runs[run].choices)
+    schedule = SCHEDULES[problem.schedule]
+    own = _figures(runs[run].choices, schedule)
     limit = problem.memory[rank] * (1 + ROUNDING)
     tables, num_fitting = [], 0
     for units in range(0 if on_rank else 1, len(held)):
@@ -106,7 +108,7 @@ def _of_rank(
         peaks = np.where(held[units] > 0, own[:, _PEAK], 0.0).max(axis=1)
         rows, places, ends = [], [], []
         for choices in itertools.product(*(range(len(runs[end].choices)) for end in on_rank)):
-            chosen = _figures([runs[end].choices[choice] for end, choice in zip(on_rank, choices)])
+            chosen = _figures([runs[end].choices[choice] for end, choice in zip(on_rank, choices)], schedule)
             figures = sums + chosen.sum(axis=0)
             figures[:, _FORWARD] += seconds[0]
             figures[:, _BACKWARD] += seconds[1]
@@ -127,15 +129,16 @@ def _of_rank(
     return tables
 
 
-def _figures(choices: tuple[UnitChoice, ...] | list[UnitChoice]) -> Array:
+def _figures(choices: Sequence[UnitChoice], schedule: Schedule) -> Array:
     rows = [
         (
             costs.forward, costs.backward, costs.backward_weight, costs.last_communication, costs.last_wait,
             costs.update_step + costs.gather_step, costs.state_bytes, costs.saved_bytes, costs.peak_bytes,
+            costs.reductions, schedule.slack_seconds(costs.backward, costs.backward_weight),
         )
         for costs in (choice.costs for choice in choices)
     ]  # fmt: skip
-    return np.array(rows, dtype=float).reshape(-1, 9)
+    return np.array(rows, dtype=float).reshape(-1, 11)
 
 
 def _in_step(problem: StageProblem, figures: Array) -> Array:
@@ -150,9 +153,10 @@ def _in_step(problem: StageProblem, figures: Array) -> Array:
     elif ranks > 1:
         fill = forward + backward
     waits = figures[:, _WAITS] * (not schedule.splits_backward)
-    return np.stack(
-        (forward + backward, fill + waits, figures[:, _SENT], backward + waits, figures[:, _UPDATED]), axis=1
-    )
+    exposed, hides = figures[:, _SENT] - (backward + waits), backward + waits
+    if schedule.ends_in_weights:
+        exposed, hides = figures[:, _REDUCED] - weight, figures[:, _SLACK]
+    return np.stack((forward + backward, fill + waits, exposed, hides, figures[:, _UPDATED]), axis=1)
 
 
 def _undominated(table: Array) -> Indices:

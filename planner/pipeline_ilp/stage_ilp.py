@@ -42,6 +42,9 @@ Program::
     T ≥ Σ_k x[k] + Σ_{r(k)=r} Σ (gather_backward + reduce_backward + reduce_step)·n
           - Σ_{r(k)=r} (b[k] + x[k]) - Σ_{r(k)<r} (b[k] + x[k])/v            every rank r                  (tail)
     T ≥ Σ_k x[k],   x[k] = Σ wait·n
+        weights last:  T ≥ e[k] - Σ_{r<r(k)} s[r],   e[k] = Σ (reduce_backward + reduce_step - W)·n     every k < p
+                       T ≥ Σ_{r(k)=r} e[k] - Σ_{0<r'<p-1, r'≠r} s'[r'] - d[r]         every r, two chunks a rank
+            s[r] = Σ_{r(k)=r} Σ (0 ∨ σI·(backward - W) + σW·W)·n/v,   d[0] = Σ_{r(k)>0} b[k]/v, else 0
     T ≥ Σ_c reduce_step(c)·w[c]
         one chunk:  T ≥ Σ_c x(c)·n[c] + Σ_c e(c)·w[c]                                                      (late)
                     T ≥ Σ_c x(c)·n[c] + Σ_{u(c)≤u} s(c)·n[c]                     every run u but the last

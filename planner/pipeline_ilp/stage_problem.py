@@ -44,8 +44,8 @@ ROUNDING = 1e-9
 UNEQUAL_SCHEDULES = ("1f1b", "gpipe", "zb_h1")
 #: What is communicated beside a backward pass or behind the last.
 _REDUCED = ("gather_backward", "reduce_backward", "reduce_step")
-#: The column of ``UnitRun.figures`` with what waits.
-WAITS = 5
+#: Columns of ``UnitRun.figures``: what the last backward communicates, what waits, and the reductions alone.
+SENT, WAITS, REDUCTIONS = 3, 5, 6
 #: Marks a figure that must be equal for one choice to dominate another.
 SAME = 2
 
@@ -103,8 +103,8 @@ class UnitRun:
 
     @functools.cached_property
     def figures(self) -> NDArray[np.float64]:
-        """One row for each choice: forward, backward, W, communication of the last backward, update and gather, and
-        what the last backward waits (column ``WAITS``)."""
+        """One row for each choice: forward, backward, W, communication of the last backward, update and gather, what
+        the last backward waits (column ``WAITS``) and its reductions alone (``REDUCTIONS``)."""
         return np.array(
             [
                 (
@@ -114,6 +114,7 @@ class UnitRun:
                     costs.last_communication,
                     costs.update_step + costs.gather_step,
                     costs.last_wait,
+                    costs.reductions,
                 )
                 for costs in (choice.costs for choice in self.choices)
             ]
@@ -192,8 +193,8 @@ class StageProblem:
         """Whether reductions of any choice may outlast the last backward."""
         every_run = (run for runs in (self.rank_runs or (self.runs,)) for run in runs)
         every_choice = (choice.costs for run in every_run for choice in run.choices)
-        late = self.may_be_late
-        return any(costs.reduce_step > 0 or (late and costs.reduce_backward > 0) for costs in every_choice)
+        each_time = self.may_be_late or SCHEDULES[self.schedule].ends_in_weights
+        return any(costs.reduce_step > 0 or (each_time and costs.reduce_backward > 0) for costs in every_choice)
 
     @property
     def may_be_late(self) -> bool:
@@ -376,6 +377,8 @@ def _directions(problem: StageProblem) -> dict[str, int]:
     better["backward_weight"] = 0 if plain or not signs else SAME if len(signs) > 1 else signs.pop()
     if schedule.played and not plain:
         better["backward_weight"] = SAME  # a path through the order may wait for either part of a backward pass
+    if schedule.ends_in_weights and not plain and problem.may_have_tail:
+        better["backward_weight"] = SAME  # they hide a rank's reductions, and take from what hides other ranks'
     longer_backward_may_help = any(on_inputs < 0 for _, on_inputs, _ in schedule.fills)
     # what a backward communicates besides only matters to reductions after the last one, which wait for it
     better |= dict.fromkeys(("gather_backward", "reduce_backward"), int(problem.may_have_tail))

@@ -21,8 +21,9 @@ from planner.pipeline_ilp.rounds import add_longest
 from planner.pipeline_ilp.segments import Segments, cut_segments
 from planner.pipeline_ilp.stage_bounds import time_bounds
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem, as_step, fits
-from planner.pipeline_ilp.stage_program import StageProgram, build_stage_program, in_rounds
+from planner.pipeline_ilp.stage_program import StageProgram, in_rounds
 from planner.pipeline_ilp.stage_proofs import Proofs
+from planner.pipeline_ilp.stage_rows import build_stage_program
 from planner.pipeline_ilp.tails import shorter_tails
 from planner.pipeline_ilp.whole_shares import bound_of_whole_shares
 from planner.solvers.linear import OPTIMAL, STOPPED, UNPROVED, LinearProgram, LinearSolution

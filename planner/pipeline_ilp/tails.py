@@ -7,8 +7,10 @@ that prolongs the step least, until nothing is exposed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
+from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
 from planner.pipeline_ilp.stage_program import chunks_of, in_rounds
@@ -30,8 +32,13 @@ def shorter_tails(problem: StageProblem, assignment: Assignment) -> Iterator[Ass
 
 def _exposed(problem: StageProblem, counts: _Counts) -> list[float]:
     """By rank, seconds of exposed gradient reductions (see ``cost_models.step_time``)."""
+    schedule = SCHEDULES[problem.schedule]
     exposed, before = [], 0.0
     for chunks in chunks_of(problem):
+        if schedule.ends_in_weights:  # ranks that are done later hide little more
+            left = (_sum(problem, counts[chunk], "reductions", "backward_weight") for chunk in chunks)
+            exposed.append(max(itertools.accumulate(left)))
+            continue
         backward = sum(_sum(problem, counts[chunk], "backward") for chunk in chunks)
         exposed.append(sum(_sum(problem, counts[chunk], "last_communication") for chunk in chunks) - backward - before)
         before += backward / len(chunks)
@@ -89,8 +96,10 @@ def _kept(problem: StageProblem, counts: _Counts, chunks: Sequence[int]) -> floa
     )
 
 
-def _sum(problem: StageProblem, groups: dict[tuple[int, int], int], name: str) -> float:
-    return sum(count * float(getattr(_costs(problem, *key), name)) for key, count in groups.items())
+def _sum(problem: StageProblem, groups: dict[tuple[int, int], int], name: str, less: str | None = None) -> float:
+    """Of all units, the seconds or bytes ``name``, less ``less``."""
+    costs = ((_costs(problem, *key), count) for key, count in groups.items())
+    return sum(count * float(getattr(each, name) - (getattr(each, less) if less else 0.0)) for each, count in costs)
 
 
 def _costs(problem: StageProblem, run: int, choice: int) -> LayerCosts:

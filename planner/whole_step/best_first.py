@@ -73,7 +73,7 @@ class Search(BoundedSearch):
         """Take over all that ``other``, for the same demands but for gap and limits, has left of its candidates; prices
         alone if it was of other candidates."""
         self.share_prices(other)
-        if other.demands.left_out != self.demands.left_out:
+        if other.demands.left_out != self.demands.left_out or other.demands.fixed != self.demands.fixed:
             return
         self.earlier, self.solutions = [redone(entry) for entry in other.left], list(other.solutions)
         self.finished, self.shortfalls = set(other.finished), dict(other.shortfalls)
@@ -417,7 +417,7 @@ class Search(BoundedSearch):
             self._add(StepSolution(entry.candidate, entry.sharded, entry.problem, solved))
         bound = max(entry.bound, solved.bound)
         ended = solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff()
-        if ended or not self._is_worth_more(bound):
+        if ended or not self._is_worth_more(bound) or entry.is_stuck(bound, cutoff=self._cutoff()):
             self.left.append(replace(entry, bound=bound, effort=0.0))
             self.counts["pruned by bound"] += solved.assignment is None
         else:

@@ -16,13 +16,14 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from cost_models.schedules import SCHEDULES
 from cost_models.step_time import least_simulated
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.whole_step.best_first import KEPT, Search
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.expert_layouts import CappedSearch
-from planner.whole_step.costs.step_prices import PIPELINE
+from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 from planner.whole_step.offloading import fits_on_host, within_hosts
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.plan_of_solution import Judged, judge
@@ -31,6 +32,9 @@ from planner.whole_step.search_entry import SearchEntry
 
 #: Integer programs that the search may solve.
 MOST_PROGRAMS = 60.0
+#: Integer programs for the same layout under other schedules, and the share by which the closed form may hold their
+#: pipelines for slower than they play where chunks are uneven.
+PROGRAMS_OF_LAYOUT, UNEVEN = 4.0, 0.05
 #: Candidates whose bounds are within this share of each other are all solved before one's solution is to be beaten:
 #: which of them the simulator has as faster the bounds do not say.
 TIED = 0.005
@@ -39,15 +43,18 @@ TIED = 0.005
 class JudgedSearch(CappedSearch):
     """A search that prunes what is no faster than ``limit``, or than a solution's simulated seconds.
 
-    ``proved``: the bound that the plan at hand has, which nothing here can raise.
+    ``proved``: the bound that the plan at hand has, which nothing here can raise. ``uneven``: the share by which a
+    closed form may be slower than what it must beat.
     """
 
-    def __init__(self, *arguments: Any, limit: float, proved: float = math.inf, **options: Any) -> None:
-        super().__init__(*arguments, limit=limit, **options)
-        self.proved = proved
+    def __init__(
+        self, *arguments: Any, limit: float, proved: float = math.inf, uneven: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(*arguments, limit=limit * (1.0 + uneven), **options)
+        self.proved, self.uneven = proved, uneven
         #: What is to be beaten from the next candidate on whose bound is above ``tied``; at once by one that is solved
         #: again.
-        self.next_limit, self.tied = limit, -math.inf
+        self.next_limit, self.tied = self.limit, -math.inf
         self.simulated: dict[Candidate, float] = {}
 
     def go_on_from(self, other: Search) -> None:
@@ -86,6 +93,8 @@ class JudgedSearch(CappedSearch):
         # a plan's gap is of its closed form: all others are bounded within the gap of that, or as its own candidate is
         seconds = max(best.report.seconds, best.solution.seconds)
         limit = max(seconds * (1.0 - self.demands.gap), solution.stages.bound)
+        if self.uneven:
+            limit = best.report.seconds * (1.0 + self.uneven)
         self.next_limit = min(self.next_limit, limit)
         if math.isinf(self.tied):
             self.limit = self.next_limit
@@ -112,6 +121,26 @@ def left_out_schedules(search: Search) -> Demands | None:
     return None if search.cluster.num_devices == 1 else dataclasses.replace(rest, left_out=True)
 
 
+def other_schedules(search: Search, candidate: Candidate) -> Demands | None:
+    """The demands of a search of one layout and its micro-batches under schedules whose order is played.
+
+    None if it has no pipeline, the user says which schedules there are, or nothing is left of the limits.
+    """
+    rest = within_limits(search)
+    layout = candidate.layout
+    if rest is None or layout.pipeline == 1 or "schedule" in rest.fixed or rest.left_out:
+        return None
+    solved = {each.candidate.schedule for each in search.solutions if each.candidate.layout.sizes == layout.sizes}
+    names = {name for name, row in SCHEDULES.items() if 0 < row.played < math.inf} - solved - {candidate.schedule}
+    if not names:
+        return None
+    axes = {EXPERT: 1, **layout.sizes}
+    one = {**axes, "order": layout.order, "num_microbatches": candidate.num_microbatches}
+    fixed = {**rest.fixed, **{name: frozenset({value}) for name, value in one.items()}, "schedule": frozenset(names)}
+    programs = min(PROGRAMS_OF_LAYOUT, rest.programs_of(search.level_one.num_experts))
+    return dataclasses.replace(rest, fixed=fixed, max_programs=programs)
+
+
 def within_limits(search: Search) -> Demands | None:
     """The demands of ``search`` in what it leaves of its limits; None if nothing is left, or devices are unequal."""
     rest = search.remaining(search.demands)
@@ -122,13 +151,14 @@ def within_limits(search: Search) -> Demands | None:
 
 
 def judged_search(
-    search: Search, demands: Demands, *, limit: float, proved: float = math.inf
+    search: Search, demands: Demands, *, limit: float, proved: float = math.inf, uneven: float = 0.0
 ) -> tuple[Search, Outcome]:
     """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome.
 
     Args:
         proved: the bound of the plan that these would replace.
+        uneven: the share by which their closed forms may be slower than ``limit``.
     """
-    after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit, proved=proved)
+    after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit, proved=proved, uneven=uneven)
     after.go_on_from(search)
     return after, within_hosts(after, after.run())

@@ -34,7 +34,7 @@ from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.stage_devices import level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.devices_alone import faster_alone
-from planner.whole_step.judged_search import judged_search, left_out_schedules, within_limits
+from planner.whole_step.judged_search import UNEVEN, judged_search, left_out_schedules, other_schedules, within_limits
 from planner.whole_step.judging import CLEARLY, PROVED, ROUNDED, judged_best
 from planner.whole_step.offloading import (
     fits_on_host,
@@ -281,12 +281,19 @@ class _Planner:
             faster = self.faster_in_simulator(cluster, search, rest, plan)
             bound = min(plan.certificate.bound, faster.certificate.bound)
             plan = continued(faster, plan.certificate, bound=bound)
+        candidate = self.solutions[id(plan.step)][1].candidate
+        if (rest := other_schedules(search, candidate)) is not None:
+            faster = self.faster_in_simulator(cluster, search, rest, plan, uneven=UNEVEN)
+            plan = continued(faster, plan.certificate, bound=plan.certificate.bound)
         return plan
 
-    def faster_in_simulator(self, cluster: Cluster, search: Search, rest: Demands, plan: Plan) -> Plan:
-        """The plan, or a clearly faster one that the demands ``rest`` allow."""
+    def faster_in_simulator(
+        self, cluster: Cluster, search: Search, rest: Demands, plan: Plan, *, uneven: float = 0.0
+    ) -> Plan:
+        """The plan, or a clearly faster one that the demands ``rest`` allow; ``uneven``: the share by which its closed
+        form may be slower."""
         seconds = plan.step.costs.simulated * (1.0 - CLEARLY)
-        other, outcome = judged_search(search, rest, limit=seconds, proved=plan.certificate.bound)
+        other, outcome = judged_search(search, rest, limit=seconds, proved=plan.certificate.bound, uneven=uneven)
         if not outcome.solutions:
             return plan
         best, others = judged_best(rest, other, outcome, ())

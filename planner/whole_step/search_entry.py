@@ -11,6 +11,8 @@ from planner.whole_step.costs.level_one import Sharded
 
 #: Stages that bound a candidate no further than to the cutoff, by the place of the stage after them.
 CUT_OFF = (3, 6, 7)
+#: The share of what is missing that twice the effort must raise a bound by.
+STUCK = 0.1
 
 
 @dataclass(eq=False)
@@ -40,6 +42,10 @@ class SearchEntry:
     def __lt__(self, other: SearchEntry) -> bool:
         # not by tuples, as ``order=True`` compares: a search compares a hundred thousand times
         return self.order < other.order if self.bound == other.bound else self.bound < other.bound
+
+    def is_stuck(self, bound: float, *, cutoff: float) -> bool:
+        """Whether twice the effort raised the bound to ``bound``, by next to nothing of what ``cutoff`` asks for."""
+        return self.effort > 0.0 and bound - self.bound < STUCK * (cutoff - self.bound)
 
     def __copy__(self) -> SearchEntry:
         # what ``copy.copy`` does by itself takes five times as long: a search copies ten thousand times
