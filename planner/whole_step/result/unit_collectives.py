@@ -215,16 +215,19 @@ class _Storages:
     def multiplied_as_they_came(self, compute: Compute) -> Iterator[str]:
         """Operands of a product that it keeps as a collective brought them, where its record knows of a copy without
         gaps: what was sent had some."""
+        operands = compute.inputs
         if base_name(compute.node.op) == _EINSUM:
-            equation, shapes = str(compute.node.args[0]), [one.shape for one in compute.inputs]
-            views = operands_taken_as_they_are(equation, shapes)
-            for place, (one, is_view) in enumerate(zip(compute.inputs, views, strict=True)):
-                others = (*compute.inputs[:place], *compute.inputs[place + 1 :])
-                if is_view and one in self._packed and any(other.value.requires_grad for other in others):
-                    yield one.value.name
-        if base_name(compute.node.op) == _MATMUL:
-            leads = compute.outputs[0].shape[:-2]
-            yield from (one.value.name for one in compute.inputs if one in self._packed and one.shape[:-2] == leads)
+            equation, shapes = str(compute.node.args[0]), [one.shape for one in operands]
+            as_they_came = operands_taken_as_they_are(equation, shapes)
+        elif base_name(compute.node.op) == _MATMUL:
+            as_they_came = tuple(one.shape[:-2] == compute.outputs[0].shape[:-2] for one in operands)
+        else:
+            return
+        for place, (one, is_view) in enumerate(zip(operands, as_they_came, strict=True)):
+            others = (*operands[:place], *operands[place + 1 :])
+            # An operand is needed for the gradients of the others alone.
+            if is_view and one in self._packed and any(other.value.requires_grad for other in others):
+                yield one.value.name
 
     def _same(self, view: Local, source: Local) -> None:
         if source in self.brought:
