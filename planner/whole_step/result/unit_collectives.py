@@ -27,7 +27,7 @@ FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
 
 
 _RESHAPE = "aten.reshape"
-_MATMUL, _EINSUM = "aten.matmul", "aten.einsum"
+_MATMUL, _EINSUM, _LINEAR = "aten.matmul", "aten.einsum", "aten.linear"
 _ATTENTION = "aten.scaled_dot_product_attention"
 
 
@@ -144,8 +144,8 @@ class SavedLocals:
                 if names is not None:
                     last = place
                     names = (*names, *storages.multiplied_as_they_came(operation))
-                    local = {tensor.value.name: tensor for tensor in (*operation.outputs, *operation.inputs)}
-                    saved += [local[name] for name in names if name in local]
+                    # One value may come in twice, in two types: both are kept.
+                    saved += [local for local in (*operation.outputs, *operation.inputs) if local.value.name in names]
         convert_of = [storages.brought.get(local) for local in saved]
         brought: dict[int, Convert] = {}
         for convert in convert_of:
@@ -215,16 +215,21 @@ class _Storages:
     def multiplied_as_they_came(self, compute: Compute) -> Iterator[str]:
         """Operands of a product that it keeps as a collective brought them, where its record knows of a copy without
         gaps: what was sent had some."""
-        if base_name(compute.node.op) == _EINSUM:
-            equation, shapes = str(compute.node.args[0]), [one.shape for one in compute.inputs]
-            views = operands_taken_as_they_are(equation, shapes)
-            for place, (one, is_view) in enumerate(zip(compute.inputs, views, strict=True)):
-                others = (*compute.inputs[:place], *compute.inputs[place + 1 :])
-                if is_view and one in self._packed and any(other.value.requires_grad for other in others):
-                    yield one.value.name
-        if base_name(compute.node.op) == _MATMUL:
-            leads = compute.outputs[0].shape[:-2]
-            yield from (one.value.name for one in compute.inputs if one in self._packed and one.shape[:-2] == leads)
+        operator, operands = base_name(compute.node.op), compute.inputs
+        if operator == _EINSUM:
+            equation, shapes = str(compute.node.args[0]), [one.shape for one in operands]
+            as_they_came = operands_taken_as_they_are(equation, shapes)
+        elif operator == _MATMUL:
+            as_they_came = tuple(one.shape[:-2] == compute.outputs[0].shape[:-2] for one in operands)
+        elif operator == _LINEAR:
+            operands, as_they_came = operands[:2], (True, True)  # the bias is added
+        else:
+            return
+        for place, (one, is_view) in enumerate(zip(operands, as_they_came, strict=True)):
+            others = (*operands[:place], *operands[place + 1 :])
+            # An operand is needed for the gradients of the others alone.
+            if is_view and one in self._packed and any(other.value.requires_grad for other in others):
+                yield one.value.name
 
     def _same(self, view: Local, source: Local) -> None:
         if source in self.brought:
