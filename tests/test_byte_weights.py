@@ -1,4 +1,4 @@
-"""Parameters are cut along the tensor axis where gradients take long over slow links, or where they do not fit whole."""
+"""Parameters are cut along the tensor axis where their gradients reduce slowly, or where they do not fit whole."""
 
 from __future__ import annotations
 

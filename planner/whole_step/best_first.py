@@ -432,8 +432,8 @@ class Search(BoundedSearch):
         return self._cutoff() / (1.0 - gap), gap
 
     def _with_fewer_bytes(self, entry: SearchEntry, bound: float, sharded: Sharded) -> Iterator[SearchEntry]:
-        """Yield the candidate under the next higher price of bytes: a slower sharding, but it may fit, recompute, gather
-        or reduce less. ``bound`` is of operators alone, since bounds of the stages hold for one sharding only."""
+        """Yield the candidate under the next higher price of bytes: a slower sharding, but it may fit, or recompute,
+        gather or reduce less. ``bound`` is of operators alone: bounds of the stages hold for one sharding only."""
         heavier = next((weight for weight in ALL_WEIGHTS if weight > entry.weight), None)
         if heavier is None or entry.candidate.cut.context * entry.candidate.cut.tensor == 1:
             return
