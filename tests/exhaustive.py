@@ -148,7 +148,7 @@ def fastest_of_all(search: Search, *, seed: int = 0) -> Best:
         links = Links.of(search.cluster, candidate.layout)
         sharded: Sharded | None = None
         for weight in ALL_WEIGHTS:
-            if weight in STATE_WEIGHTS and (sharded is None or not search.reduces_longer(candidate, sharded, 0.0)):
+            if weight in STATE_WEIGHTS and (sharded is None or not may_pay(search, candidate, sharded)):
                 break
             sharded = search.level_one.sharded_with_host(candidate.cut, candidate.layout, links, weight=weight)
             if sharded is None:
@@ -158,6 +158,11 @@ def fastest_of_all(search: Search, *, seed: int = 0) -> Best:
             if combined.seconds < best.seconds:
                 best = replace(combined, candidate=candidate)
     return replace(best, num_candidates=candidates, num_problems=problems, num_assignments=assignments)
+
+
+def may_pay(search: Search, candidate: Candidate, sharded: Sharded) -> bool:
+    """Whether a sharding of fewer bytes may be faster, or the only one that fits."""
+    return search.reduces_longer(candidate, sharded, 0.0) or search.lacks_memory(candidate, sharded)
 
 
 def fastest(problem: StageProblem, chooser: random.Random) -> Best:

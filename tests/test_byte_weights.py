@@ -1,11 +1,14 @@
-"""Parameters are cut along the tensor axis where that shortens what gradients take over slow links."""
+"""Parameters are cut along the tensor axis where their gradients reduce slowly, or where they do not fit whole."""
 
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
+import planner
+from passes.plan import Plan
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.costs.byte_weights import reducing_seconds
@@ -48,3 +51,26 @@ def test_no_reduction_takes_less_than_its_bound() -> None:
             assert sharded is not None
             seconds = reducing_seconds(sharded.figures, entry.candidate.layout, links, search.demands.training)
             assert search.bounds.reducing(entry.candidate, links) <= seconds * (1 + 1e-12)
+
+
+#: A pipeline whose parameters, whole along the tensor axis, take 1.7 MiB of each device; cut they take 0.5 MiB.
+PIPELINE = {"pp": 2, "tp": 4, "micro_batch": 1, "schedule": "1f1b"}
+
+
+def pipeline_within(num_bytes: int) -> Plan:
+    return planner.plan(
+        "tiny-llama", "dgx-h100:1", global_batch=8, seq_len=64, fix=PIPELINE, memory_limit=num_bytes, headroom=0.0
+    )
+
+
+def test_parameters_are_cut_where_they_do_not_fit_whole() -> None:
+    plan = pipeline_within(700 * 1024)
+    assert max(memory.total for memory in plan.step.memory) <= 700 * 1024
+
+
+def test_the_memory_that_would_help_is_that_of_cut_parameters() -> None:
+    with pytest.raises(ValueError, match="no plan fits in memory") as error:
+        pipeline_within(300 * 1024)
+    needed = int(re.findall(r"memory_limit=(\d+)", str(error.value))[0])
+    assert needed < 700 * 1024
+    assert max(memory.total for memory in pipeline_within(needed).step.memory) <= needed

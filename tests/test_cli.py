@@ -233,6 +233,7 @@ def test_what_is_missing_or_wrong_is_said_before_anything_slow_is_imported(argum
     ("arguments", "words"),
     [
         (["why-not", "{plan}", "--memory", "none"], "--memory takes a positive number of GiB, got 'none'"),
+        (["why-not", "{plan}", "--fix", "tp=1", "-o", "{plan}"], "is the plan that is read"),
         (["trace", "{plan}", "-o", "{plan}"], "is the plan that is read"),
         (["report", "{plan}", "-o", "{plan}"], "is the plan that is read"),
         (["export", "{plan}", "--to", "deepspeed", "-o", "{plan}"], "is the plan that is read"),

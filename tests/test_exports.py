@@ -104,6 +104,27 @@ def test_positions_are_whole_beside_a_vocabulary_that_is_cut() -> None:
     assert not [sentence for sentence in sentences if sentence.startswith("tp: transformer.w")]
 
 
+def test_positions_that_are_cut_are_listed() -> None:
+    cluster = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    pins = {"transformer.wte.weight": {"tp": "S(0)"}, "transformer.wpe.weight": {"tp": "S(0)"}}
+    plan = planner.plan("tiny-gpt2", cluster, global_batch=2, seq_len=8, fix={"tp": 2, "dp": 1}, constraints=pins)
+    assert "tp: transformer.wpe is vocabulary: it has whole" in plan.export("megatron").inexpressible
+
+
+def test_batch_norm_over_all_data_ranks_is_the_script_s_or_is_listed() -> None:
+    plan = planner.plan("resnet-50", "dgx-h100:1x2", global_batch=4, fix={"dp": 2})
+    for framework in ("deepspeed", "accelerate-fsdp2", "transformers-tp"):
+        assert plan.export(framework).script["torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"]
+    for framework in ("torchtitan", "megatron"):
+        assert [each for each in plan.export(framework).inexpressible if each.startswith("batch norm is over")]
+
+
+def test_a_loss_over_the_samples_of_all_data_ranks_is_listed() -> None:
+    plan = planner.plan("tiny-clip", "dgx-h100:1x2", global_batch=4, seq_len=16, fix={"dp": 2, "zero": 0})
+    (sentence,) = plan.export("deepspeed").inexpressible
+    assert sentence.startswith("the loss or a layer reads the samples of all data ranks (all_gather of aten.transpose")
+
+
 def test_ranks_that_lie_on_unlike_devices_are_named() -> None:
     cluster = "dgx-a100-80g:1x1+dgx-v100-32g:1x1"
     plan = planner.plan("tiny-llama", cluster, global_batch=2, seq_len=8, fix={"pp": 2, "num_microbatches": 2})

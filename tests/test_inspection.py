@@ -113,6 +113,21 @@ def test_a_step_that_plays_otherwise_than_it_states_is_refused() -> None:
         simulated_step(dataclasses.replace(plan, step=dataclasses.replace(plan.step, costs=costs)))
 
 
+def test_parts_that_are_not_what_their_unit_takes_are_refused() -> None:
+    saved = json.loads(plan_of("1f1b").to_json())
+    saved["step"]["chunks"][1]["parts"][0]["compute_backward"] += 5.0
+    with pytest.raises(ValueError, match=r"step.chunks\[1\]: unit 0 takes \S+ s backward, its parts \S+ s"):
+        Plan.from_dict(saved)
+
+
+@pytest.mark.parametrize("name", ["seconds", "simulated"])
+def test_a_step_in_less_than_no_time_is_refused(name: str) -> None:
+    saved = json.loads(plan_of("1f1b").to_json())
+    saved["step"]["costs"][name] = -1.0
+    with pytest.raises(ValueError, match=f"step.costs.{name}: expected 0 s or more, got -1"):
+        Plan.from_dict(saved)
+
+
 def test_speech_was_planned_for_as_many_tokens_as_it_has_labels() -> None:
     """Sound is longer than its text, and its graph can only be made again by what was asked for."""
     plan = plan_of("mesh")

@@ -29,6 +29,8 @@ def test_the_prices_sum_to_the_objective(kind: str) -> None:
         reasons.prices["these operators"], rel=1e-9
     )
     assert reasons.prices["other operators"] == 0.0
+    causes = [seconds for seconds in reasons.prices.values() if seconds]
+    assert min(map(abs, causes)) > 1e-9 * plan.certificate.objective  # what rounding leaves is no cause
 
 
 def test_a_rival_costs_what_a_plan_that_is_pinned_to_it_takes_more() -> None:

@@ -15,7 +15,7 @@ from cost_models import Cluster
 from cost_models.measured_profile import SAME_CALL, MeasuredRange, Profile
 from cost_models.step_interval import published_residuals, step_interval
 from passes.plan import Plan
-from passes.plan.text_tables import format_seconds_between
+from passes.plan.text_tables import format_seconds, format_seconds_between
 from planner.inspection.html_report.headline import headline
 from planner.library import load_config
 from planner.planning import capture_for_planning
@@ -47,6 +47,10 @@ def test_interval_is_in_the_unit_of_the_seconds() -> None:
     assert format_seconds_between(1.03, (0.96, 1.12)) == "1.03 s (0.96–1.12)"
     assert format_seconds_between(0.97, (0.9, 1.1)) == "970 ms (900–1100)"
     assert format_seconds_between(1.03, None) == "1.03 s"
+
+
+def test_less_than_nothing_is_in_the_unit_of_its_size() -> None:
+    assert [format_seconds(seconds) for seconds in (-0.0752, -2e-6, 0.0)] == ["-75.2 ms", "-2 µs", "0 s"]
 
 
 def test_devices_without_published_runs_have_no_interval() -> None:

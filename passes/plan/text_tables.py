@@ -21,7 +21,7 @@ _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 def format_seconds(seconds: float) -> str:
     """``12.3 ms``."""
     for unit, name in _SECONDS:
-        if seconds >= unit:
+        if abs(seconds) >= unit:
             return f"{seconds / unit:.4g} {name}"
     return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
 

@@ -216,6 +216,7 @@ def _why_not(options: argparse.Namespace) -> int:
 
     if options.output is not None:
         check_writable(options.output)
+        refuse_over_plan(options.output, options.plan)
     answer = why_not(
         Plan.load(options.plan),
         fix=read_choices(options.fix, option="--fix"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cost_models import Cluster
-from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, only_if
+from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, SYNC_BATCH_NORM, only_if
 from planner.exports.framework import Framework, SettingRow
 from planner.exports.plan_facts import PlanFacts
 
@@ -60,6 +60,7 @@ ACCELERATE_FSDP2 = Framework(
             "script",
         ),
         SettingRow("from_pretrained(dtype=…)", lambda facts: "float32", "masters", "script"),
+        SYNC_BATCH_NORM,
     ),
     limits=(
         *EVERYWHERE,

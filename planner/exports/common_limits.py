@@ -1,11 +1,11 @@
-"""Limits that several frameworks share, as rows for their tables."""
+"""Limits and settings that several frameworks share, as rows for their tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
 from passes.plan.step_plan import CHUNKED_LOSS
-from planner.exports.framework import LimitRow
+from planner.exports.framework import LimitRow, SettingRow
 from planner.exports.plan_facts import PlanFacts
 
 #: What a plan calls what each layer does, in words.
@@ -42,6 +42,21 @@ def _data_axes(facts: PlanFacts) -> Iterator[str]:
         yield f"axis dp cuts parameters ({cut[0]} and {len(cut) - 1} more), not samples alone"
     for step in facts.activations_converted("dp", "all_to_all")[:1]:
         yield f"axis dp cuts more than samples: {step.value} changes its type there"
+
+
+def _own_samples(facts: PlanFacts) -> Iterator[str]:
+    joined = [step for step in facts.joined_samples if not facts.is_batch_norm(step)]
+    if joined:
+        operator = joined[0].value.removeprefix("node:").strip(":")
+        yield (
+            f"the loss or a layer reads the samples of all data ranks ({joined[0].forward} of {operator}): "
+            "there each rank reads its own alone, which is another loss"
+        )
+
+
+def _own_batch_norm(facts: PlanFacts) -> Iterator[str]:
+    if any(map(facts.is_batch_norm, facts.joined_samples)):
+        yield "batch norm is over the samples of all data ranks: there each rank norms its own alone"
 
 
 def _experts_alone(facts: PlanFacts) -> Iterator[str]:
@@ -85,7 +100,7 @@ def megatron_split(*, vocabulary: bool) -> LimitRow:
         for layer in {layer.pattern: layer for layer in facts.tensor_layers}.values():
             expected = ("column",) if layer.is_head else ("column", "row")
             if layer.rows:
-                expected = ("vocabulary",) if vocabulary and layer.rows == most_rows else ("vocabulary", "whole")
+                expected = ("vocabulary",) if vocabulary and layer.rows == most_rows else ("whole",)
             if layer.role not in expected:
                 yield f"tp: {layer.pattern} is {_WORDS.get(layer.role, layer.role)}: it has {' or '.join(expected)}"
             elif layer.role == "column" and layer.gathered:
@@ -118,6 +133,8 @@ WHOLE_ENDS = LimitRow("nothing is recomputed around the layers", _whole_ends)
 CHUNKED_LOSSES = LimitRow("no loss in chunks", _chunked_loss)
 UNIFORM_ZERO = LimitRow("one ZeRO stage for all layers", _uniform_zero)
 DATA_AXES = LimitRow("the data axis cuts samples alone", _data_axes)
+OWN_SAMPLES = LimitRow("data ranks read their own samples alone", _own_samples)
+OWN_BATCH_NORM = LimitRow("data ranks norm their own samples alone", _own_batch_norm)
 EXPERT_AXIS = LimitRow("the expert axis cuts experts alone", _experts_alone)
 HEADS_ALIKE = LimitRow("heads are cut alike", _heads_alike)
 NO_EXCHANGE = LimitRow("no all-to-all on the tensor axis", _converted_activations)
@@ -127,4 +144,11 @@ PLAIN_ENDS = only_if(
     "the pipeline is cut elsewhere than between layers: stages there are whole layers",
 )
 #: What every framework of data-parallel ranks shares.
-EVERYWHERE = (UNIFORM_RECOMPUTE, WHOLE_ENDS, UNIFORM_ZERO, DATA_AXES, EXPERT_AXIS)
+EVERYWHERE = (UNIFORM_RECOMPUTE, WHOLE_ENDS, UNIFORM_ZERO, DATA_AXES, OWN_SAMPLES, EXPERT_AXIS)
+#: Where the script makes the model, it lets batch norm be over the samples of all data ranks.
+SYNC_BATCH_NORM = SettingRow(
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    lambda facts: any(map(facts.is_batch_norm, facts.joined_samples)) or None,
+    "batch norm over the samples of all data ranks",
+    "script",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, HEADS_ALIKE, NO_EXCHANGE, only_if
+from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, HEADS_ALIKE, NO_EXCHANGE, SYNC_BATCH_NORM, only_if
 from planner.exports.framework import Framework, SettingRow, at
 from planner.exports.plan_facts import PlanFacts
 
@@ -75,6 +75,7 @@ DEEPSPEED = Framework(
             "recompute",
             "script",
         ),
+        SYNC_BATCH_NORM,
     ),
     limits=(
         *EVERYWHERE,

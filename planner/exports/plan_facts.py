@@ -22,6 +22,8 @@ TensorRole = Literal["column", "row", "vocabulary", "hidden", "whole", "tokens",
 AXES = ("pp", "dp", "ep", "cp", "tp")
 #: Policies of layers that others may stand for: they keep no more bytes.
 _FEWER_BYTES = {"full": frozenset(("full", "selective")), "regather": frozenset(("regather",))}
+#: Bytes of what a loss over all samples is made of at most: its sum, or the count of its tokens.
+_NUMBERS = 8
 _EMBEDDINGS = frozenset(("aten.embedding.default", "meshwright.embedding.default"))
 
 
@@ -233,6 +235,21 @@ class PlanFacts:
             for step in self.plan.conversions
             if step.axis == axis and step.forward == collective and not step.value.startswith("state:")
         )
+
+    @cached_property
+    def joined_samples(self) -> tuple[ConversionPlan, ...]:
+        """Collectives of the forward pass that join activations of data ranks, but for a number or two of the loss."""
+        return tuple(
+            step
+            for collective in ("all_gather", "all_reduce", "reduce_scatter")
+            for step in self.activations_converted("dp", collective)
+            if step.num_bytes > _NUMBERS
+        )
+
+    def is_batch_norm(self, step: ConversionPlan) -> bool:
+        """Whether a conversion is of a statistic of batch norm."""
+        module = step.value.removeprefix("node:").split(":", 1)[0]
+        return f"{module}.running_mean" in self.plan.states
 
     def cut_states(self, axis: str) -> tuple[str, ...]:
         """Parameters that are cut on an axis while they are used."""

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from passes.plan.step_plan import CHUNKED_LOSS
-from planner.exports.common_limits import EVERYWHERE, NO_EXCHANGE, PLAIN_ENDS, megatron_split, only_if, orders
+from planner.exports.common_limits import (
+    EVERYWHERE,
+    NO_EXCHANGE,
+    OWN_BATCH_NORM,
+    PLAIN_ENDS,
+    megatron_split,
+    only_if,
+    orders,
+)
 from planner.exports.framework import Framework, LimitRow, SettingRow, at
 from planner.exports.plan_facts import PlanFacts
 
@@ -154,6 +162,7 @@ TORCHTITAN = Framework(
     ),
     limits=(
         *EVERYWHERE,
+        OWN_BATCH_NORM,
         only_if(
             "parameters in 16 bits or 32",
             lambda facts: facts.dtype not in ("bfloat16", "float32"),

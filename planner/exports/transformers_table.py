@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, HEADS_ALIKE, NO_EXCHANGE, only_if
+from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, HEADS_ALIKE, NO_EXCHANGE, SYNC_BATCH_NORM, only_if
 from planner.exports.framework import Framework, LimitRow, SettingRow, at
 from planner.exports.plan_facts import PlanFacts, TensorLayer
 
@@ -77,6 +77,7 @@ TRANSFORMERS_TP = Framework(
             lambda facts: True if facts.dtype != facts.gradient_dtype and at(facts, "dp") else None,
             "masters",
         ),
+        SYNC_BATCH_NORM,
     ),
     limits=(
         *EVERYWHERE,

@@ -21,6 +21,8 @@ from planner.whole_step.costs.step_prices import weight_share
 
 #: How far the priced objective may be from the one that the plan states, relative.
 TOLERANCE = 1e-6
+#: A cause of less than this share of the objective is what rounding leaves of a difference.
+ROUNDING = 1e-12
 #: What seconds of a layer or chunk are that belong to no operator, by field.
 STEP_CAUSES: Mapping[str, str] = {
     "gather_forward": "gathers that compute does not hide",
@@ -177,7 +179,8 @@ class _Ledger:
     def ledger(self) -> ObjectiveLedger:
         by_stage = tuple(zip(*(map(stage.price, stage.walk.charges) for stage in self.stages), strict=True))
         charges = tuple((charge, sum(parts)) for charge, parts in zip(self.priced.walk.charges, by_stage, strict=True))
-        rest = {cause: seconds for cause, seconds in self.rest.items() if seconds}
+        least = ROUNDING * self.priced.seconds.total
+        rest = {cause: seconds for cause, seconds in self.rest.items() if abs(seconds) > least}
         stages = tuple(stage.result(*self._devices(index)) for index, stage in enumerate(self.stages))
         return ObjectiveLedger(self.priced.seconds.total, charges, by_stage, rest, stages, self.priced)
 

@@ -48,7 +48,8 @@ def waterfall(plan: Plan, report: StepReport) -> tuple[WaterfallBar, ...]:
         (
             "kernels below their peak, uneven or repeated work",
             operators - ideal,
-            "operators by the efficiency curves, what every rank of an axis computes, and stages longer than others",
+            "operators by the efficiency curves, what every rank of an axis computes, and stages longer than others; "
+            "below zero where causal kernels skip more of attention, which model flops count whole, than that takes",
         ),
         *((name, amount, _explanation(name)) for name, amount in seconds.items()),
     ]

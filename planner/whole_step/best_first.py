@@ -432,8 +432,8 @@ class Search(BoundedSearch):
         return self._cutoff() / (1.0 - gap), gap
 
     def _with_fewer_bytes(self, entry: SearchEntry, bound: float, sharded: Sharded) -> Iterator[SearchEntry]:
-        """Yield the candidate under the next higher price of bytes: a slower sharding, but it may recompute, gather or
-        reduce less. ``bound`` is of the operators alone, since bounds of the stages hold for one sharding only."""
+        """Yield the candidate under the next higher price of bytes: a slower sharding, but it may fit, or recompute,
+        gather or reduce less. ``bound`` is of operators alone: bounds of the stages hold for one sharding only."""
         heavier = next((weight for weight in ALL_WEIGHTS if weight > entry.weight), None)
         if heavier is None or entry.candidate.cut.context * entry.candidate.cut.tensor == 1:
             return
@@ -442,6 +442,7 @@ class Search(BoundedSearch):
             heavier not in STATE_WEIGHTS
             or bound >= self._cutoff()
             or self.reduces_longer(entry.candidate, sharded, bound)
+            or self.lacks_memory(entry.candidate, sharded)
         ):
             yield replace(entry, bound=bound, order=next(self.order), weight=heavier)
 

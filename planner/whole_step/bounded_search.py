@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cost_models import Cluster
+from planner.pipeline_ilp.stage_bounds import memory_shortfall
 from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
@@ -68,3 +69,7 @@ class BoundedSearch(LimitedSearch):
         links = self.links_on(candidate.layout)
         seconds = reducing_seconds(sharded.figures, candidate.layout, links, self.demands.training)
         return seconds - self.bounds.reducing(candidate, links) > LONGER * self.demands.gap * bound
+
+    def lacks_memory(self, candidate: Candidate, sharded: Sharded) -> bool:
+        """Whether a candidate cannot fit in memory under one sharding, over how many data ranks ZeRO ever divides."""
+        return memory_shortfall(self.problem(self.leanest(candidate), sharded)) > 0

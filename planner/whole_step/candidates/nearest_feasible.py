@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from planner.solvers.linear import SECOND
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
 from planner.whole_step.candidates.mesh_layout import ORDERS
-from planner.whole_step.costs.byte_weights import BYTE_WEIGHTS
+from planner.whole_step.costs.byte_weights import ALL_WEIGHTS
 from planner.whole_step.costs.level_one import Sharded
 
 #: How many candidates are examined, in order of their lower bound of memory.
@@ -103,7 +104,7 @@ def closest(search: Search, *, looks: Looks, only_fitting: bool = False) -> Clos
 
 def _weighed(search: Search, candidate: Candidate) -> Iterator[Closest]:
     """Yield the candidate under the sharding of fewest bytes, then under the fastest one."""
-    for weight in sorted({0.0, BYTE_WEIGHTS[-1]} if candidate.layout.tensor > 1 else {0.0}, reverse=True):
+    for weight in sorted({0.0, ALL_WEIGHTS[-1]} if candidate.layout.tensor > 1 else {0.0}, reverse=True):
         sharded = search.sharded(candidate, weight)
         if sharded is not None:
             problem = search.problem(candidate, sharded)
@@ -113,3 +114,9 @@ def _weighed(search: Search, candidate: Candidate) -> Iterator[Closest]:
 def size_text(num_bytes: float) -> str:
     """Bytes as text, in GiB or, if small, in MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def enough_text(num_bytes: float) -> str:
+    """Bytes that suffice, as ``size_text`` writes them but never fewer: rounded up."""
+    unit = 2**30 / 10 if num_bytes >= 2**30 / 10 else 10.0 ** (math.floor(math.log10(num_bytes / 2**20)) - 2) * 2**20
+    return size_text(math.ceil(num_bytes / unit) * unit)

@@ -11,7 +11,7 @@ from cost_models.hardware import DeviceGroup
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.conflicts import without
 from planner.whole_step.candidates.demands import Demands
-from planner.whole_step.candidates.nearest_feasible import Closest, Looks, closest, size_text
+from planner.whole_step.candidates.nearest_feasible import Closest, Looks, closest, enough_text, size_text
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.level_one import LevelOne
 
@@ -86,12 +86,12 @@ def _memory(search: Search, nearest: Closest) -> str:
     usable = device.usable_bytes * (1.0 - demands.headroom)
     if demands.memory_limit is not None and needed <= usable:
         limit = math.ceil(needed / (1.0 - demands.headroom))
-        return f"memory_limit={limit} ({size_text(limit)})"
+        return f"memory_limit={limit} ({enough_text(limit)})"
     if demands.headroom and demands.memory_limit is None and needed <= device.usable_bytes:
         share = math.floor(1000 * (1.0 - needed / device.usable_bytes)) / 1000
         return f"a headroom of {share:g} instead of {demands.headroom:g}"
     whole = needed / (1.0 - demands.headroom) + device.memory_bytes - device.usable_bytes
-    return f"devices with {size_text(whole)} of memory instead of {size_text(device.memory_bytes)}"
+    return f"devices with {enough_text(whole)} of memory instead of {size_text(device.memory_bytes)}"
 
 
 def _relaxed(search: Search, demands: Demands) -> Search:
