@@ -14,6 +14,8 @@ from passes.plan.step_plan import ChunkPlan, StepPlan
 MAX_TOLERANCE = 1e-3
 #: How far the seconds of a unit may be from the sum of their parts, relative: both are written with all digits.
 ROUNDING = 1e-9
+#: Seconds that are none: parts may cancel each other but for these.
+_NO_SECONDS = 1e-15
 #: More are no batch of anybody's; each takes time and memory to plan around.
 MAX_MICROBATCHES = 2**20
 MAX_ELEMENTS = 2**62
@@ -160,7 +162,7 @@ def _check_costs(where: str, chunk: ChunkPlan, *, told_apart: bool) -> None:
             ("forward", layer.forward, parts.forward),
             ("backward", layer.backward, parts.backward),
         ):
-            if not math.isclose(seconds, total, rel_tol=ROUNDING):
+            if not math.isclose(seconds, total, rel_tol=ROUNDING, abs_tol=_NO_SECONDS):
                 raise ValueError(
                     f"{where}: unit {index} takes {seconds:.9g} s {name}, its parts {total:.9g} s: expected the same"
                 )
