@@ -16,7 +16,10 @@ from planner.pipeline_ilp.stage_proofs import Proofs
 from planner.pipeline_ilp.stage_search import StageSearch
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, LinearSolution
 from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.judged_search import JudgedSearch
+from planner.whole_step.search_entry import SearchEntry
 from tests.cells import cells
 from tests.test_content_boxes import one_long_run
 from tests.test_step_stages import Draw, brute_force
@@ -97,6 +100,13 @@ def test_a_judged_search_spends_more_effort_only_where_that_may_prove_more() -> 
     search = judged(solutions=[], proved=2.0)
     assert search._is_worth_more(1.9) and not search._is_worth_more(2.0)
     assert judged(solutions=[object()], proved=2.0)._is_worth_more(2.1)
+
+
+def test_a_candidate_whose_bound_hardly_rises_is_not_solved_with_more_effort_again() -> None:
+    candidate = Candidate(MeshLayout(2, 1, 1, 1), local_batch=1, num_microbatches=4, schedule="zbv", chunks_per_rank=2)
+    first, second = (SearchEntry(1.0, 0, candidate, effort=effort) for effort in (0.0, 2.0))
+    assert second.is_stuck(1.009, cutoff=1.1) and not second.is_stuck(1.011, cutoff=1.1)
+    assert not first.is_stuck(1.0, cutoff=1.1)
 
 
 def test_candidates_of_nearly_one_bound_are_solved_before_one_is_to_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
