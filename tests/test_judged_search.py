@@ -68,6 +68,7 @@ def test_the_layout_of_a_plan_is_tried_under_schedules_that_play_faster_than_the
     plan = planner.plan("llama-3-8b", "8x-rtx4090:2", fix=fix, **options)
     other = planner.plan("llama-3-8b", "8x-rtx4090:2", fix={**fix, "schedule": "zb_h1"}, **options)
     assert plan.step.schedule in ("zbv", "dualpipev")
+    assert plan.certificate.demands["fix"] == {name: [value] for name, value in fix.items()}
     assert plan.certificate.objective > other.certificate.objective
     assert plan.step.costs.simulated < other.step.costs.simulated * (1.0 - CLEARLY)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cost_models.schedules import SCHEDULES
-from cost_models.step_time import least_simulated
+from cost_models.step_time import layer_sum, least_simulated
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.whole_step.best_first import KEPT, Search
 from planner.whole_step.candidates.candidates import Candidate
@@ -121,13 +121,20 @@ def left_out_schedules(search: Search) -> Demands | None:
     return None if search.cluster.num_devices == 1 else dataclasses.replace(rest, left_out=True)
 
 
-def other_schedules(search: Search, candidate: Candidate) -> Demands | None:
-    """The demands of a search of one layout and its micro-batches under schedules whose order is played.
+def other_schedules(search: Search, solution: StepSolution, *, seconds: float) -> Demands | None:
+    """The demands of a search of a solution's layout and micro-batches under schedules whose order is played, for what
+    takes less than ``seconds``.
 
-    None if it has no pipeline, the user says which schedules there are, or nothing is left of the limits.
+    None if it has no pipeline, its ranks compute that long in the mean, the user says which schedules there are, or
+    nothing is left of the limits.
     """
     rest = within_limits(search)
+    candidate = solution.candidate
     layout = candidate.layout
+    step = as_step(solution.problem, solution.assignment)
+    computing = sum(layer_sum(chunk, "forward", "backward") for chunk in step.chunks) / layout.pipeline
+    if candidate.num_microbatches * computing >= seconds:
+        return None
     if rest is None or layout.pipeline == 1 or "schedule" in rest.fixed or rest.left_out:
         return None
     solved = {each.candidate.schedule for each in search.solutions if each.candidate.layout.sizes == layout.sizes}

@@ -52,6 +52,7 @@ from planner.whole_step.result.plan_of_solution import (
     continued,
     extract,
     judge,
+    proved_as,
     searched_if_open,
     unproved_if_open,
     with_bound,
@@ -281,10 +282,10 @@ class _Planner:
             faster = self.faster_in_simulator(cluster, search, rest, plan)
             bound = min(plan.certificate.bound, faster.certificate.bound)
             plan = continued(faster, plan.certificate, bound=bound)
-        candidate = self.solutions[id(plan.step)][1].candidate
-        if (rest := other_schedules(search, candidate)) is not None:
+        solution, seconds = self.solutions[id(plan.step)][1], plan.step.costs.simulated * (1.0 - CLEARLY)
+        if (rest := other_schedules(search, solution, seconds=seconds)) is not None:
             faster = self.faster_in_simulator(cluster, search, rest, plan, uneven=UNEVEN)
-            plan = continued(faster, plan.certificate, bound=plan.certificate.bound)
+            plan = proved_as(faster, plan.certificate)
         return plan
 
     def faster_in_simulator(

@@ -103,6 +103,12 @@ def continued(plan: Plan, before: Certificate, *, bound: float) -> Plan:
     return with_bound(dataclasses.replace(plan, certificate=certificate), bound)
 
 
+def proved_as(plan: Plan, before: Certificate) -> Plan:
+    """A plan that a search of some candidates found, under what a search of all has proved and was asked for."""
+    certificate = dataclasses.replace(plan.certificate, status=before.status, demands=before.demands)
+    return with_bound(dataclasses.replace(plan, certificate=certificate), before.bound)
+
+
 def searched_if_open(plan: Plan, *, gap: float) -> Plan:
     """A plan that is not called optimal if its gap is larger than ``gap``: on equal devices the simulator chose it."""
     certificate = plan.certificate
