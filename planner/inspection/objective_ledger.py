@@ -16,6 +16,7 @@ from planner.auditing.graph_walk import Charge, GraphWalk
 from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.auditing.unit_prices import PricedStage
 from planner.inspection.objective_shares import objective_shares, seconds_at
+from planner.inspection.simulated_step import check_parts
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.costs.step_prices import weight_share
 
@@ -114,6 +115,7 @@ def objective_ledger(graph: Graph, plan: Plan, cluster: Cluster) -> ObjectiveLed
     Raises:
         ValueError: if the plan does not hold together, or has another objective than it states.
     """
+    check_parts(plan)
     priced = reprice(graph, plan, cluster)
     stated = plan.certificate.objective
     if abs(priced.seconds.total - stated) > TOLERANCE * max(stated, priced.seconds.total):
