@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from transformers import LlamaConfig
 import planner
 from cost_models.schedules import SCHEDULES
 from passes.plan import Plan
+from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL
 from planner.whole_step.candidates.candidates import is_offered
 from planner.whole_step.judged_search import JudgedSearch
 from planner.whole_step.judging import CLEARLY
 from planner.whole_step.result.outcome import StepSolution
-from planner.whole_step.result.plan_of_solution import Judged, judge
+from planner.whole_step.result.plan_of_solution import Judged, judge, searched_if_open
 from planner.whole_step.result.uniform_plans import versions
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -87,6 +89,15 @@ def test_a_solution_is_judged_in_its_fastest_version(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(JudgedSearch, "_best_version", checked)
     plan = plan_of(4, fix={"pp": 2, "tp": 2}, vocab_size=50_261, num_devices=4, seq_len=1024, global_batch=3)
     assert judged and chunks_are_uneven(plan)
+
+
+def test_a_plan_says_whether_its_search_gave_up_what_might_be_faster() -> None:
+    plan = plan_of(4, fix={"pp": 2, "tp": 2}, vocab_size=50_261, num_devices=4, seq_len=1024, global_batch=3)
+    certificate = dataclasses.replace(plan.certificate, status=OPTIMAL, gap=0.05)
+    plan = dataclasses.replace(plan, certificate=certificate)
+    assert searched_if_open(plan, gap=0.01).certificate.status == "searched to the end"
+    assert searched_if_open(plan, gap=0.01, gave_up=True).certificate.status == EFFORT_LIMIT
+    assert searched_if_open(plan, gap=0.06, gave_up=True) is plan
 
 
 def test_what_was_proved_next_best_is_still_told_of() -> None:

@@ -70,10 +70,10 @@ def saved_of(
 ) -> SavedLocals:
     """What autograd saves where ``maker`` makes partial sums, and ``user`` takes ``operands``."""
     (output,) = user.outputs
-    made = Compute(maker, tuple(whole_inputs(graph, maker)), (summed.source,), (), None)
+    partial_sums = Compute(maker, tuple(whole_inputs(graph, maker)), (summed.source,), (), None)
     used = Compute(user, tuple(operands), (Local(output, (R,), output.shape),), (), None)
     activations = Activations.of(graph, live_nodes(graph), (maker.name, user.name))
-    return SavedLocals.of((made, summed, *more, used), activations)
+    return SavedLocals.of((partial_sums, summed, *more, used), activations)
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -247,7 +247,10 @@ class _Planner:
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution, or one with left-out schedules or longer blocks if that is faster."""
         best = self.beside_longer_blocks(cluster, demands, search, outcome)
-        return searched_if_open(best, gap=max(demands.gap, PROVED))
+        gap = max(demands.gap, PROVED)
+        # what a search leaves below its own cutoff is what it gave up
+        gave_up = outcome.bound < outcome.solutions[0].seconds * (1.0 - gap * (1.0 + ROUNDING))
+        return searched_if_open(best, gap=gap, gave_up=gave_up)
 
     def beside_longer_blocks(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution, or of a search with longer blocks if that is faster."""

@@ -19,7 +19,7 @@ from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory,
 from planner.pipeline_ilp.stage_problem import ROUNDING, as_step
 from planner.sharding_ilp.model_figures import compute_dtype, model_flops
 from planner.sharding_ilp.plan_of_assignment import make_plan
-from planner.solvers.linear import OPTIMAL, UNPROVED
+from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, UNPROVED
 from planner.solvers.pulp_solver import solver_text
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import recorded, recorded_offload
@@ -109,14 +109,21 @@ def proved_as(plan: Plan, before: Certificate) -> Plan:
     return with_bound(dataclasses.replace(plan, certificate=certificate), before.bound)
 
 
-def searched_if_open(plan: Plan, *, gap: float) -> Plan:
-    """A plan that is not called optimal if its gap is larger than ``gap``: on equal devices the simulator chose it."""
+def searched_if_open(plan: Plan, *, gap: float, gave_up: bool = False) -> Plan:
+    """A plan that is not called optimal if its gap is larger than ``gap``: on equal devices the simulator chose it.
+
+    Args:
+        gave_up: whether the search left programs whose bounds did not rise, so that faster plans may be there.
+    """
     certificate = plan.certificate
     if plan.step.stage_devices or certificate.gap <= gap * (1.0 + ROUNDING):
         return plan
     if not certificate.status.startswith(OPTIMAL):
         return plan
-    certificate = dataclasses.replace(certificate, status=SEARCHED + certificate.status.removeprefix(OPTIMAL))
+    status = EFFORT_LIMIT if gave_up else SEARCHED
+    certificate = dataclasses.replace(certificate, status=status + certificate.status.removeprefix(OPTIMAL))
+    if gave_up:
+        return dataclasses.replace(plan, certificate=certificate)
     note = "the objective has faster plans, down to the bound; the simulator has those that were found slower than this"
     return dataclasses.replace(plan, certificate=certificate, notes=(*plan.notes, note))
 
