@@ -44,7 +44,10 @@ class Offered:
         self.best = min(self.best, step_seconds(step).total)
 
     def target(self) -> float:
-        return min(self.limit, self.best) * (1.0 - 1e-6)
+        return self.limited() * (1.0 - 1e-6)
+
+    def limited(self) -> float:
+        return min(self.limit, self.best)
 
 
 def bounded(problem: StageProblem, limit: float) -> tuple[float, float] | None:
@@ -54,7 +57,7 @@ def bounded(problem: StageProblem, limit: float) -> tuple[float, float] | None:
     if contents is None:
         return None
     offered = Offered(reduced, limit)
-    return ContentBoxes(reduced, contents).bound(offered, offered.target), offered.best
+    return ContentBoxes(reduced, contents).bound(offered, offered.target, offered.limited), offered.best
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

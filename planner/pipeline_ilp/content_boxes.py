@@ -27,10 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
-from planner.pipeline_ilp.rank_contents import EXPOSED, LOAD, UPDATE, Array, Contents
+from planner.pipeline_ilp.rank_contents import EXPOSED, FILL, HIDES, LOAD, UPDATE, Array, Contents
 from planner.pipeline_ilp.ranks import main_run
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
 
+#: By rank, contents and a row in them.
+_Chosen = list[tuple[Contents, int]]
 #: Boxes that are looked at.
 _MOST = 2_000
 #: A tail is not halved below this share of the limit.
@@ -81,22 +83,30 @@ class ContentBoxes:
         #: The least sum of φ by the upper corner of a box, which one of its halves has, too.
         self._fills: dict[tuple[int, int, float], float] = {}
 
-    def bound(self, offer: Callable[[Assignment], object], target: Callable[[], float]) -> float:
+    def bound(
+        self, offer: Callable[[Assignment], object], target: Callable[[], float], limited: Callable[[], float]
+    ) -> float:
         """A lower bound of all assignments of these contents, at least ``target`` unless boxes run out.
 
         Args:
-            offer: told of every assignment on the way.
+            offer: told of every assignment on the way that takes less than ``limited`` seconds.
             target: seconds down to which nothing needs to be looked for; asked again after every offer.
+            limited: seconds that only assignments of interest beat, asked again before every offer.
         """
         if not all(self.ranks):
             return math.inf
+
+        def offer_faster(chosen: _Chosen) -> None:
+            if self._seconds(chosen) < limited():
+                offer(tuple(contents.groups(place, self.run) for contents, place in chosen))
+
         order = itertools.count()
         whole = _Box((0, len(self.loads) - 1), (0, len(self.updates) - 1), (0.0, self.longest_tail))
         heap: list[tuple[float, int, _Box]] = []
         least, boxes = math.inf, [(0.0, whole)]
         for _ in range(_MOST):
             for above, box in boxes:
-                bound = max(above, self._bounded(box, offer))
+                bound = max(above, self._bounded(box, offer_faster))
                 heapq.heappush(heap, (bound, next(order), box))
             if not heap or heap[0][0] >= target():
                 break
@@ -108,7 +118,7 @@ class ContentBoxes:
             least = min([least, *(above for above, _ in boxes)])
         return min([least, *(bound for bound, _, _ in heap)])
 
-    def _bounded(self, box: _Box, offer: Callable[[Assignment], object]) -> float:
+    def _bounded(self, box: _Box, offer: Callable[[_Chosen], None]) -> float:
         """The bound of a box, infinite if it has no assignment."""
         corner = box.loads[1], box.updates[1], box.tails[1]
         if corner not in self._fills:
@@ -118,7 +128,7 @@ class ContentBoxes:
         least = self.times * float(self.loads[box.loads[0]]) + self._fills[corner]
         return least + tail + float(self.updates[box.updates[0]])
 
-    def _least_fill(self, load: float, update: float, tail: float, offer: Callable[[Assignment], object]) -> float:
+    def _least_fill(self, load: float, update: float, tail: float, offer: Callable[[_Chosen], None]) -> float:
         """The least sum of φ over ranks whose contents are within a box, infinite if there are none such; the
         assignment that has it is offered."""
         sums = [np.full(self.count + 1, math.inf)]
@@ -139,19 +149,29 @@ class ContentBoxes:
             fills.append((fill, least))
         total = float(sums[-1][self.count])
         if total < math.inf:
-            offer(self._assignment(sums, fills))
+            offer(self._chosen(sums, fills))
         return total
 
-    def _assignment(self, sums: list[Array], fills: list[tuple[Array, list[float]]]) -> Assignment:
-        units, chunks = self.count, []
+    def _chosen(self, sums: list[Array], fills: list[tuple[Array, list[float]]]) -> _Chosen:
+        """By rank, the contents and the row in them that have the least sum of φ."""
+        units, chosen = self.count, []
         for before, after, rank, (fill, least) in reversed(list(zip(sums, sums[1:], self.columns, fills))):
             for contents, start, each in zip(rank.contents, rank.starts, least):
                 if contents.units <= units and before[units - contents.units] + each == after[units]:
-                    place = int(fill[start : start + len(contents.figures)].argmin())
-                    chunks.append(contents.groups(place, self.run))
+                    chosen.append((contents, int(fill[start : start + len(contents.figures)].argmin())))
                     units -= contents.units
                     break
-        return tuple(reversed(chunks))
+        return chosen[::-1]
+
+    def _seconds(self, chosen: _Chosen) -> float:
+        """The least seconds of a step of these contents, as the formula above has them."""
+        rows = [contents.figures[place].tolist() for contents, place in chosen]
+        tail, hidden = self.first, 0.0
+        for row in rows:
+            tail = max(tail, row[EXPOSED] - hidden)
+            hidden += row[HIDES]
+        largest = self.times * max(row[LOAD] for row in rows) + max(row[UPDATE] for row in rows)
+        return largest + sum(row[FILL] for row in rows) + tail
 
     def _halves(self, box: _Box, narrow: float) -> list[_Box]:
         """The box in two, where that may raise the bound most; none if it is as narrow as can be."""

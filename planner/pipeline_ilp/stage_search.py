@@ -339,7 +339,7 @@ class StageSearch:
             self.proofs.tried["contents"] = True
             return
         within = self.limited
-        bound = ContentBoxes(self.problem, contents).bound(self.offer, self.enough)
+        bound = ContentBoxes(self.problem, contents).bound(self.offer, self.enough, lambda: self.limited)
         self.raise_to(min(bound, within))
         self.proofs.tried["contents"] = not self.settled()
 
