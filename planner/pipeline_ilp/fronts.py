@@ -36,7 +36,7 @@ class Front:
     lost: float = 0.0
     before: Front | None = None
     slot: tuple[int, int] = (0, 0)
-    #: Of each point: its place among (point of ``before``, choice), and the choices that there are.
+    #: Of each point: its place among (choice from the last, point of ``before``), and the choices that there are.
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     choices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -69,8 +69,9 @@ class Front:
             seconds, sizes = self.seconds + option_seconds, self.sizes + option_sizes
             within = _FIRST[: int(sizes[0] <= self.limit)]
             return Front(seconds[within], sizes[within], self.limit, self.lost, self, slot, within, choices)
-        seconds = (self.seconds[:, None] + option_seconds).ravel()
-        sizes = (self.sizes[:, None] + option_sizes).ravel()
+        # a row for each choice: a few long rows in order are sorted sooner than many short ones
+        seconds = (option_seconds[::-1, None] + self.seconds).ravel()
+        sizes = (option_sizes[::-1, None] + self.sizes).ravel()
         order = _undominated(seconds, sizes, self.limit)
         lost = self.lost
         if len(order) > _LARGEST_FRONT:
@@ -83,8 +84,8 @@ class Front:
         """The (chunk, run, choice) of every unit of the fastest point."""
         placed, front, point = [], self, 0
         while front.before is not None:
-            parent, choice = divmod(int(front.places[point]), len(front.choices))
-            placed.append((*front.slot, int(front.choices[choice])))
+            choice, parent = divmod(int(front.places[point]), len(front.before.seconds))
+            placed.append((*front.slot, int(front.choices[~choice])))
             front, point = front.before, parent
         return placed
 
