@@ -25,7 +25,7 @@ from passes.plan import Plan
 from planner.auditing.repriced_step import reprice
 from planner.inspection.cluster_figures import figures_of
 from planner.inspection.plan_graph import graph_of_plan
-from planner.inspection.robustness import BEFORE, LARGEST, MARGIN, BreakEven, robustness
+from planner.inspection.robustness import BEFORE, LARGEST, MARGIN, BreakEven, least_seconds, robustness
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.candidates.training_options import TrainingOptions
@@ -99,7 +99,7 @@ def faults(graph: Graph, plan: Plan, row: BreakEven) -> Iterator[str]:
     assert row.factor is not None
     outward = 1.0 + BEFORE if row.larger else 1.0 - BEFORE
     before, behind = (figure.at(cluster, row.factor * step) for step in (1 / outward, outward))
-    ours_before, ours_behind = (reprice(graph, plan, changed).seconds.total for changed in (before, behind))
+    ours_before, ours_behind = (least_seconds(reprice(graph, plan, changed)) for changed in (before, behind))
     if (row.factor / outward - 1.0) * (row.factor - 1.0) > 0.0 and searched(graph, before, plan) < ours_before * (
         1.0 - MARGIN
     ):
@@ -118,7 +118,7 @@ def faults_between(graph: Graph, plan: Plan, row: BreakEven, count: int) -> Iter
     for place in range(1, count + 1):
         factor = end ** (place / (count + 1))
         changed = figure.at(cluster, factor)
-        ours = reprice(graph, plan, changed).seconds.total
+        ours = least_seconds(reprice(graph, plan, changed))
         if searched(graph, changed, plan) < ours * (1.0 - MARGIN):
             yield f"{row.figure} × {factor:.3g}: another plan wins, said to from × {end:.3g} on"
 

@@ -10,10 +10,19 @@ import pytest
 import planner
 from benchmarks.break_evens import faults
 from cost_models import Cluster
+from planner.auditing.repriced_step import reprice
 from planner.inspection.cluster_figures import figures_of
 from planner.inspection.nearest_lead import MAX_SEARCHES, nearest_lead
 from planner.inspection.plan_graph import graph_of_plan
-from planner.inspection.robustness import LARGEST, MARGIN, BreakEven, robustness, robustness_table
+from planner.inspection.robustness import (
+    LARGEST,
+    MARGIN,
+    BreakEven,
+    gap_of,
+    least_seconds,
+    robustness,
+    robustness_table,
+)
 from tests.small_models import Mlp
 from tests.test_inspection import CALL, plan_of
 
@@ -33,6 +42,15 @@ def test_at_each_factor_another_plan_wins_and_not_before() -> None:
         assert [fault for row in factors for fault in faults(graph, plan, row)] == []
     table = robustness_table(rows)
     assert "[1]" in table and max(map(len, table.splitlines())) <= 80
+
+
+def test_a_plan_that_plays_faster_than_its_objective_is_held_to_what_it_plays() -> None:
+    plan = planner.plan(Mlp(layers=4), CLUSTER, fix={"pp": 2, "schedule": "zb_h2"}, **CALL)
+    objective, simulated = plan.certificate.objective, plan.step.costs.simulated
+    assert simulated < 0.99 * objective
+    assert gap_of(plan) == pytest.approx(max(0.0, 1.0 - plan.certificate.bound / simulated))
+    with graph_of_plan(plan, Mlp(layers=4), **CALL) as graph:
+        assert least_seconds(reprice(graph, plan, CLUSTER)) == pytest.approx(simulated)
 
 
 def test_the_plan_stops_to_fit_where_its_fullest_device_is_full() -> None:

@@ -1,12 +1,14 @@
 """By which factor each of the cluster's figures must be wrong before another plan wins, and which plan that is.
 
-A plan's objective is a function of each figure: a link level's bandwidth, the devices' arithmetic, their memory
-bandwidth; the plan's own step, priced again on the changed cluster, gives it. Another plan *wins* where it is faster
-by more than ``MARGIN``, the gap at which a search stops: up to there a search might return the plan itself.
+A plan's seconds are a function of each figure: a link level's bandwidth, the devices' arithmetic, their memory
+bandwidth; the plan's own step, priced again on the changed cluster, gives them. Another plan *wins* where it is faster
+by more than ``MARGIN``, the gap at which a search stops: up to there a search might return the plan itself. A winner's
+seconds are its objective, of which searches prove bounds. The plan's own are what it is simulated to take if that is
+less: the simulator chose it for that among plans that the objective has near each other.
 
 For a figure and a direction ``planner.inspection.nearest_lead`` looks for the factor nearest to 1: searches on changed
-clusters say which plan wins, the root of the difference of two objectives where its lead begins. A search that finds
-none has a lower bound: how far it proves that there is none is said with the factor.
+clusters say which plan wins, the root of the difference of two plans' seconds where its lead begins. A search that
+finds none has a lower bound: how far it proves that there is none is said with the factor.
 Memory only decides what fits: a plan breaks where its fullest device no longer holds it, and what wins with some
 memory wins with more.
 """
@@ -25,7 +27,7 @@ from cost_models.unequal_devices import device_kinds, kinds_of_stages, orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_table
-from planner.auditing.repriced_step import reprice
+from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.inspection.cluster_figures import Figure, figures_named
 from planner.inspection.nearest_lead import MAX_SEARCHES, nearest_lead
 from planner.inspection.plan_graph import graph_of_plan
@@ -191,7 +193,7 @@ class _Rivals:
 
     def _where_the_plan_breaks(self, figure: Figure) -> BreakEven:
         """The factor of memory at which the plan still fits: with less nothing is faster."""
-        held, proved_to = self.fullest(figure, self.plan, self.cluster), max(MARGIN, self.plan.certificate.gap)
+        held, proved_to = self.fullest(figure, self.plan, self.cluster), max(MARGIN, gap_of(self.plan))
         limit = held / self.usable(figure)
         if limit < 1.0 / LARGEST:
             return BreakEven(figure.name, False, None, proved_to=proved_to)
@@ -237,9 +239,9 @@ class _Rivals:
                 winner = _Winner(plan, _what(plan, str(judged.solution.candidate)), ordered)
         return winner, bound
 
-    def objective(self, plan: Plan, cluster: Cluster) -> float:
-        """Seconds of a plan's step on a changed cluster."""
-        return reprice(self.graph, plan, cluster).seconds.total
+    def priced(self, plan: Plan, cluster: Cluster) -> RepricedStep:
+        """A plan's step on a changed cluster."""
+        return reprice(self.graph, plan, cluster)
 
 
 @dataclass
@@ -257,6 +259,10 @@ class _Way:
     def factor(self, distance: float) -> float:
         return math.exp(distance if self.larger else -distance)
 
+    def at(self, cluster: Cluster, distance: float) -> Cluster:
+        """The cluster with another figure."""
+        return self.figure.at(cluster, self.factor(distance))
+
     @property
     def tolerance(self) -> float:
         """The distance of what is ``BEFORE`` before a factor."""
@@ -264,11 +270,11 @@ class _Way:
 
     def ours(self, distance: float) -> float:
         """Seconds of the plan itself."""
-        return self.rivals.objective(self.rivals.plan, self.figure.at(self.rivals.cluster, self.factor(distance)))
+        return least_seconds(self.rivals.priced(self.rivals.plan, self.at(self.rivals.cluster, distance)))
 
     def theirs(self, winner: _Winner, distance: float) -> float:
         """Seconds of another plan."""
-        return self.rivals.objective(winner.plan, self.figure.at(winner.cluster, self.factor(distance)))
+        return self.rivals.priced(winner.plan, self.at(winner.cluster, distance)).seconds.total
 
     def winner_at(self, distance: float) -> _Winner | None:
         ours = self.ours(distance)
@@ -280,7 +286,7 @@ class _Way:
     def proved_to(self, lead: float) -> float:
         """The largest share by which a plan may be faster where searches before ``lead`` found none."""
         nearer = [share for distance, share in self.proofs if distance < lead]
-        return max(MARGIN, self.rivals.plan.certificate.gap, *nearer)
+        return max(MARGIN, gap_of(self.rivals.plan), *nearer)
 
     def lead_begins(self, winner: _Winner, near: float, far: float) -> float:
         """Where between two distances the winner begins to win."""
@@ -294,6 +300,17 @@ class _Way:
         """From which memory on the winner fits."""
         used = self.rivals.fullest(self.figure, winner.plan, winner.cluster)
         return min(max(near, math.log(used / self.rivals.usable(self.figure))), far)
+
+
+def least_seconds(step: RepricedStep) -> float:
+    """Seconds by the objective, or as simulated if that is less."""
+    return min(step.seconds.total, step.simulated().seconds)
+
+
+def gap_of(plan: Plan) -> float:
+    """The share of those seconds that another plan may be faster by."""
+    seconds = min(plan.certificate.objective, plan.step.costs.simulated)
+    return max(0.0, 1.0 - plan.certificate.bound / seconds) if seconds else 0.0
 
 
 def _what(plan: Plan, candidate: str) -> str:
