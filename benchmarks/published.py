@@ -23,14 +23,17 @@ from benchmarks.published_scores import (
     coverage,
     falls_behind,
     faster_pairs,
+    ordered_by_distance,
     read_predictions,
     recent_medians,
     score_table,
     scoreboard_errors,
+    write_ordered_pairs,
     write_predictions,
     write_residuals,
 )
 from benchmarks.published_table import Comparison, PublishedRun, compare, published_runs, table_row
+from cost_models.told_apart import least_ordered
 
 RESULTS_FILE = Path(__file__).parent / "results" / "published.md"
 
@@ -43,10 +46,12 @@ def main() -> None:
     if arguments.write:
         after = dict(write_predictions(results))
         write_residuals(after)
+        write_ordered_pairs(after)
         RESULTS_FILE.write_text(results_page(after), encoding="utf-8")
     print(score_table(published_runs(), before, after))
     print(covered_text(after))
     print(recent_text(after))
+    print(near_pairs_text(after))
     for name, error in scoreboard_errors(after).items():
         print(f"mean error of {name} runs: {error:.4f}")
     for sentence in falls_behind(after):
@@ -86,6 +91,7 @@ def results_page(predictions: Predictions) -> str:
         "",
         covered_text(predictions),
         recent_text(predictions),
+        near_pairs_text(predictions),
         "",
         "| run | half | family | software | speed | memory | open | likely reason |",
         "|---|---|---|---:|---:|---:|---|---|",
@@ -114,6 +120,22 @@ def recent_text(predictions: Predictions) -> str:
         f"Medians of test runs with software of {RECENT} on: {medians}. Of pairs of runs of one model on one chip that"
         f" differ by more than {APART - 1:.0%} the faster is predicted in {right} of {total}, of pairs of test runs in"
         f" {right_test} of {total_test}."
+    )
+
+
+def near_pairs_text(predictions: Predictions) -> str:
+    """Pairs that are predicted near each other, by distance: of how many the faster is predicted, in both halves."""
+    halves = {half: [run for run in published_runs() if run.split == half] for half in ("calibration", "test")}
+    calibration, test = (ordered_by_distance(runs, predictions) for runs in halves.values())
+    counts = "; ".join(
+        f"from {row.apart:.0%} on {row.right} of {row.pairs} ({other.right} of {other.pairs})"
+        for row, other in zip(calibration, test)
+        if row.pairs
+    )
+    return (
+        f"Pairs of calibration runs (of test runs) of one model on one chip, software of {RECENT} on, by how far apart"
+        f" they are predicted, and of how many the faster is the one that is predicted to be: {counts}. Plans nearer"
+        f" than {least_ordered(calibration):.0%} are not told apart."
     )
 
 

@@ -20,9 +20,11 @@ import numpy
 
 from benchmarks.published_table import Comparison, PublishedRun, published_runs
 from cost_models.step_interval import NOMINAL_SHARE, ResidualQuantiles
+from cost_models.told_apart import OrderedPairs
 
 PREDICTIONS_FILE = Path(__file__).parent / "results" / "published_predictions.json"
-RESIDUALS_FILE = Path(__file__).parents[1] / "cost_models" / "presets" / "residuals" / "published_runs.toml"
+RESIDUALS = Path(__file__).parents[1] / "cost_models" / "presets" / "residuals"
+RESIDUALS_FILE, PAIRS_FILE = RESIDUALS / "published_runs.toml", RESIDUALS / "ordered_pairs.toml"
 SCOREBOARD_FILE = Path(__file__).with_name("published_scoreboard.toml")
 #: By how much the mean error may grow: of all runs, of one family.
 TOTAL_SLACK, FAMILY_SLACK = 1.05, 1.10
@@ -30,6 +32,8 @@ TOTAL_SLACK, FAMILY_SLACK = 1.05, 1.10
 CHIPS = {"A100": ("A100",), "H100": ("H100", "H200", "H800")}
 #: Published speeds that differ by less are not told apart.
 APART = 1.10
+#: Shares by which pairs are predicted apart, from which on each row of ``ordered_pairs`` counts.
+DISTANCES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3)
 #: The year from which on software counts as recent.
 RECENT = 2023
 
@@ -169,6 +173,20 @@ def write_residuals(predictions: Predictions, path: Path = RESIDUALS_FILE) -> No
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_ordered_pairs(predictions: Predictions, path: Path = PAIRS_FILE) -> None:
+    """Write the pairs of the calibration half as the file that the package ships."""
+    runs = [run for run in published_runs() if run.split == "calibration"]
+    lines = [
+        "# Pairs of published runs of one model on one chip: of how many the faster is the one predicted to be, by how",
+        "# far apart they are predicted (a share of the faster's seconds; each row up to the next).",
+        f"# Source: the calibration half of benchmarks/published_runs, software of {RECENT} on; by python -m"
+        " benchmarks.published --write.",
+    ]
+    for row in ordered_by_distance(runs, predictions):
+        lines.append(f"\n[[distance]]\napart = {row.apart}\nright = {row.right}\npairs = {row.pairs}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def coverage(runs: Iterable[PublishedRun], predictions: Predictions) -> tuple[int, int]:
     """How many of ``runs`` took seconds inside their interval, and how many state a speed."""
     residuals = residual_quantiles(predictions)
@@ -192,19 +210,30 @@ def recent_medians(predictions: Predictions) -> dict[str, float]:
 
 def faster_pairs(runs: Iterable[PublishedRun], predictions: Predictions) -> tuple[int, int]:
     """Of pairs of one model on one chip whose published speeds differ by more than ``APART``: rightly ordered, all."""
+    far = [pair for pair in _pairs(runs, predictions) if abs(math.log(pair[1])) > math.log(APART)]
+    return sum((predicted > 1.0) == (published > 1.0) for predicted, published in far), len(far)
+
+
+def ordered_by_distance(runs: Iterable[PublishedRun], predictions: Predictions) -> list[OrderedPairs]:
+    """Pairs of one model on one chip with recent software, by how far apart they are predicted."""
+    pairs = list(_pairs((run for run in runs if run.software >= RECENT), predictions))
+    rows = []
+    for least, most in zip(DISTANCES, (*DISTANCES[1:], math.inf)):
+        within = [(one, other) for one, other in pairs if least <= max(one, 1.0 / one) - 1.0 < most]
+        rows.append(OrderedPairs(least, sum((one > 1.0) == (other > 1.0) for one, other in within), len(within)))
+    return rows
+
+
+def _pairs(runs: Iterable[PublishedRun], predictions: Predictions) -> Iterator[tuple[float, float]]:
+    """Of each pair of one model on one chip, the ratios of their speeds: predicted, published."""
     stated = [run for run in runs if speed_ratios([run], predictions)]
-    right = total = 0
     for one, other in itertools.combinations(stated, 2):
-        if (one.model, one.device) != (other.model, other.device):
-            continue
-        predicted, published = (
-            _speed_of(one, predictions, each) / _speed_of(other, predictions, each)
-            for each in ("predicted", "published")
-        )
-        if abs(math.log(published)) > math.log(APART):
-            total += 1
-            right += (predicted > 1.0) == (published > 1.0)
-    return right, total
+        if (one.model, one.device) == (other.model, other.device):
+            predicted, published = (
+                _speed_of(one, predictions, each) / _speed_of(other, predictions, each)
+                for each in ("predicted", "published")
+            )
+            yield predicted, published
 
 
 def _speed_of(run: PublishedRun, predictions: Predictions, what: str) -> float:

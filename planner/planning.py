@@ -99,7 +99,9 @@ def plan(
         headroom: share of each device's memory to leave to what a plan does not count (the allocator's fragmentation,
             communicators, CUDA graphs); None: 6%, see ``cost_models.memory.HEADROOM``.
         num_devices: plan for so many of the cluster's devices.
-        objective: ``"time"``, ``"devices"`` (fewest that reach ``target_seconds``) or ``"memory"`` (least on a device).
+        objective: ``"time"``, ``"devices"`` (fewest that reach ``target_seconds``), ``"memory"`` (least on a device) or
+            ``"plainest"`` (fewest axes and plainest schedule of plans that predictions do not tell apart from the
+            fastest).
         num_alternatives: how many plans to prove the best; the others are in ``plan.step.alternatives``, where the best
             of those that were solved on the way are in any case.
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.

@@ -10,6 +10,7 @@ from benchmarks.published_scores import (
     CHIPS,
     falls_behind,
     faster_pairs,
+    ordered_by_distance,
     read_predictions,
     recent_medians,
     residual_quantiles,
@@ -18,6 +19,7 @@ from benchmarks.published_scores import (
 )
 from benchmarks.published_table import Comparison, PublishedRun, compare, published_runs, recomputed_flops
 from cost_models.step_interval import published_residuals
+from cost_models.told_apart import least_ordered, ordered_pairs
 from planner.library import load_config
 
 RUNS = {run.name: run for run in published_runs()}
@@ -114,6 +116,15 @@ def test_halves_are_decided_by_name_and_stay() -> None:
     assert {name: RUNS[name].split for name in halves} == halves
     assert RUNS["Megatron 22B on 8"].split == "calibration"  # curves were set with a look at it
     assert len(RUNS) >= 60
+
+
+def test_shipped_pairs_are_of_the_calibration_half_and_the_other_says_the_same() -> None:
+    calibration, test = (
+        ordered_by_distance([run for run in published_runs() if run.split == half], read_predictions())
+        for half in ("calibration", "test")
+    )
+    assert calibration == list(ordered_pairs())
+    assert least_ordered(test) == least_ordered(calibration)
 
 
 def test_shipped_residuals_are_of_the_calibration_half_and_cover_the_other() -> None:

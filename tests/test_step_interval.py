@@ -13,9 +13,11 @@ pytest.importorskip("transformers")
 
 from cost_models import Cluster
 from cost_models.measured_profile import SAME_CALL, MeasuredRange, Profile
+from cost_models.memory import HEADROOM
+from cost_models.memory_interval import FilledDevices, filled_devices, memory_interval
 from cost_models.step_interval import published_residuals, step_interval
 from passes.plan import Plan
-from passes.plan.text_tables import format_seconds, format_seconds_between
+from passes.plan.text_tables import format_bytes_between, format_seconds, format_seconds_between
 from planner.inspection.html_report.headline import headline
 from planner.library import load_config
 from planner.planning import capture_for_planning
@@ -102,3 +104,37 @@ def test_files_with_impossible_intervals_are_refused(interval: list[float]) -> N
     older = dataclasses.asdict(plan)
     del older["step"]["interval"]
     assert Plan.from_dict(json.loads(json.dumps(older))).step.interval is None
+
+
+def test_memory_of_a_plan_on_h100s_has_the_interval_of_plans_that_filled_them() -> None:
+    plan = plan_on("dgx-h100")
+    low, high = filled_devices()["H100"].quantiles
+    fullest = plan.step.memory[plan.step.fullest_rank].total
+    assert plan.step.memory_interval == (fullest * low, fullest * high)
+    assert 0.9 < low < 1.0 < high < 1.0 / (1.0 - HEADROOM)
+    text = format_bytes_between(fullest, plan.step.memory_interval)
+    assert f"fullest device {text}" in plan.brief()
+    card = next(card for card in headline(plan, device_hour_price=None) if card.name == "Fullest device")
+    assert card.figure == text and "nine of ten plans that filled such devices" in card.remark
+
+
+def test_quantiles_leave_a_twentieth_of_the_runs_on_either_side() -> None:
+    chip = FilledDevices((), tuple(1.0 + place / 100.0 for place in range(19)))
+    assert chip.quantiles == pytest.approx((1.0, 1.18))
+
+
+def test_devices_that_nobody_filled_have_no_interval_of_memory() -> None:
+    assert plan_on("dgx-a100-80g").step.memory_interval is None
+    assert "GiB (" not in plan_on("dgx-a100-80g").brief().split("fullest device")[1].splitlines()[0].split(" of ")[0]
+    mixed = (*Cluster.parse("dgx-h100").groups, *Cluster.parse("dgx-a100-80g").groups)
+    assert memory_interval(1.0, mixed) is None
+    assert format_bytes_between(2.5 * 2**30, None) == "2.5 GiB"
+    assert format_bytes_between(73.7 * 2**30, (71.3 * 2**30, 77.2 * 2**30)) == "73.7 GiB (71.3–77.2)"
+
+
+@pytest.mark.parametrize("interval", [[2.0, 1.0], [-1.0, 1.0], [0.0, math.inf]])
+def test_an_interval_of_memory_that_is_none_is_refused(interval: list[float]) -> None:
+    table = json.loads(plan_on("dgx-h100").to_json())
+    table["step"]["memory_interval"] = interval
+    with pytest.raises(ValueError, match=r"step\.memory_interval"):
+        Plan.from_dict(table)

@@ -185,8 +185,10 @@ def check_step(plan: PlanData) -> None:
         if step.axes[name] != size:
             raise ValueError(f"step: axis {name!r} has size {step.axes[name]}, but {size} in mesh {plan.mesh}")
     _check_num_devices(plan)
-    if step.interval is not None and not 0.0 <= step.interval[0] <= step.interval[1] < math.inf:
-        raise ValueError(f"step.interval: expected two finite seconds in order, got {step.interval}")
+    for name, unit in (("interval", "seconds"), ("memory_interval", "numbers of bytes")):
+        interval = getattr(step, name)
+        if interval is not None and not 0.0 <= interval[0] <= interval[1] < math.inf:
+            raise ValueError(f"step.{name}: expected two finite {unit} in order, got {interval}")
     if step.stage_devices and len(step.stage_devices) != step.axes["pp"]:
         raise ValueError(f"step.stage_devices: {len(step.stage_devices)} for {step.axes['pp']} pipeline ranks")
     if not step.decides_units:

@@ -138,6 +138,8 @@ class StepPlan(ShortRepr):
         search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
         interval: seconds between which nine of ten measured steps lie, by runs published of such devices or by what
             was measured of the cluster; None where there are none, or the optimizer's time is not predicted.
+        memory_interval: bytes between which nine of ten measured peaks of the fullest rank lie, by plans that filled
+            such devices; None where there are none.
         forward_passes: how often a step computes forward; 2 where a pass without gradients first counts what the loss
             needs of the whole batch (how many tokens chose each expert). Seconds forward are those of all passes.
         stage_devices: by pipeline rank where devices are unequal, else nothing; ``memory_limit`` is then the largest.
@@ -167,6 +169,7 @@ class StepPlan(ShortRepr):
     alternatives: tuple[Alternative, ...] = ()
     headroom: float = 0.0
     interval: tuple[float, float] | None = None
+    memory_interval: tuple[float, float] | None = None
     forward_passes: int = 1
     stage_devices: tuple[StageDevice, ...] = ()
     offload: str = ""

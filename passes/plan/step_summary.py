@@ -9,12 +9,14 @@ from typing import Any
 from cost_models import Cluster
 from cost_models.hardware import crossed_levels
 from cost_models.text import counted
+from cost_models.told_apart import are_told_apart
 from passes.plan.host_memory import host_lines
 from passes.plan.plan_data import PlanData
 from passes.plan.stage_table import format_numbers, memory_table, stage_table
 from passes.plan.step_plan import CALLERS, Alternative, RankMemory, StepPlan
 from passes.plan.text_tables import (
     format_bytes,
+    format_bytes_between,
     format_change,
     format_list,
     format_rate,
@@ -76,13 +78,23 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
         lines.append(f"stages on {', '.join(_stages_on_devices(step))}")
     most, _ = _largest_parts(fullest)[0]
     lines += host_lines(plan.cluster, step)
-    lines.append(f"fullest device {format_bytes(fullest.total)}{share}, most of it {most}")
-    lines += [
-        f"next best, {format_change(other.simulated, costs.simulated)}: {other.what}"
-        for other in step.alternatives[:BRIEF_ALTERNATIVES]
-    ]
+    lines.append(
+        f"fullest device {format_bytes_between(fullest.total, step.memory_interval)}{share}, most of it {most}"
+    )
+    lines += [_brief_alternative(other, costs.simulated) for other in step.alternatives[:BRIEF_ALTERNATIVES]]
     lines += [note for note in plan.notes if note.startswith(FASTER_ALONE)]
     return "\n".join(lines) + "\n"
+
+
+def _brief_alternative(other: Alternative, seconds: float) -> str:
+    """A runner-up of a plan that takes so many ``seconds``, and whether predictions tell them apart."""
+    name = "faster" if other.simulated < seconds else "next best"
+    return f"{name}, {format_change(other.simulated, seconds)}{not_told_apart(other, seconds)}: {other.what}"
+
+
+def not_told_apart(other: Alternative, seconds: float) -> str:
+    """What to add to how a runner-up compares with so many ``seconds``: nothing if predictions tell them apart."""
+    return "" if are_told_apart(other.simulated, seconds) else " (not told apart)"
 
 
 def headline(plan: PlanData, step: StepPlan) -> str:
@@ -323,7 +335,12 @@ def certificate_lines(plan: PlanData, step: StepPlan) -> list[str]:
 
 def _alternatives(step: StepPlan) -> str:
     rows = [
-        [other.what, format_seconds(other.seconds), format_seconds(other.simulated), format_bytes(other.memory)]
+        [
+            other.what,
+            format_seconds(other.seconds),
+            format_seconds(other.simulated) + not_told_apart(other, step.costs.simulated),
+            format_bytes(other.memory),
+        ]
         for other in step.alternatives
     ]
     return format_table("Runners-up that were solved", ("plan", "seconds", "simulated", "memory"), rows)

@@ -48,6 +48,15 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_bytes_between(num_bytes: float, interval: tuple[float, float] | None) -> str:
+    """``73.7 GiB (71.3–77.2)``: the interval in the unit of ``num_bytes``; without one as ``format_bytes``."""
+    if interval is None:
+        return format_bytes(num_bytes)
+    unit = next((unit for unit, _ in _BYTES if num_bytes >= unit), 1)
+    low, high = (f"{bound / unit:.3g}" for bound in interval)
+    return f"{format_bytes(num_bytes)} ({low}–{high})"
+
+
 def format_change(other: float, ours: float) -> str:
     """By how much ``other`` is more than ``ours``, ``+1.50%``; ``+0.00%`` of nothing."""
     return f"{other / ours - 1.0:+.2%}" if ours else "+0.00%"

@@ -186,7 +186,8 @@ def _add_step_arguments(group: Any) -> None:
         "--objective",
         default="time",
         metavar="WHAT",
-        help="time (default), devices (fewest that reach --target-seconds) or memory (least on a device)",
+        help="time (default), devices (fewest that reach --target-seconds), memory (least on a device) or plainest (of "
+        "plans that predictions do not tell apart from the fastest)",
     )
     group.add_argument("--target-seconds", type=seconds, metavar="SECONDS", help="for --objective devices")
     group.add_argument("--alternatives", type=int, default=1, metavar="N", help="how many plans to find (default: 1)")

@@ -32,6 +32,7 @@ _FIGURES: Mapping[str, Callable[[Plan], float]] = {
     "time": lambda plan: plan.step.costs.simulated,
     "memory": lambda plan: max(rank.total for rank in plan.step.memory),
     "devices": lambda plan: float(plan.step.num_devices),
+    "plainest": lambda plan: plan.step.costs.simulated,
 }
 
 

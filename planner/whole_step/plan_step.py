@@ -13,10 +13,12 @@ from typing import Any
 from cost_models import Cluster
 from cost_models.cluster_format import REORDER
 from cost_models.text import counted
+from cost_models.told_apart import are_told_apart
 from cost_models.unequal_devices import orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.step_plan import CHUNKED_LOSS
+from passes.plan.text_tables import format_change
 from passes.repeats.repeated_blocks import BlockRun
 from planner.pipeline_ilp.stage_problem import ROUNDING
 from planner.sharding_ilp.folding import BETTER
@@ -44,11 +46,13 @@ from planner.whole_step.offloading import (
     within_hosts,
     without_activations,
 )
+from planner.whole_step.plainest import beside, is_among, plainer_demands
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import (
     Judged,
+    alternative_of,
     continued,
     extract,
     judge,
@@ -62,7 +66,7 @@ from planner.whole_step.shared_spaces import Spaces, shared_space
 from planner.whole_step.unequal_search import check_unequal, search_of
 
 #: Objectives of ``plan_step``.
-OBJECTIVES = ("time", "devices", "memory")
+OBJECTIVES = ("time", "devices", "memory", "plainest")
 #: Relative precision of the least memory.
 MEMORY_STEP = 0.01
 
@@ -84,7 +88,8 @@ def plan_step(
     Args:
         pins: constraints on shardings by glob, see ``planner.sharding_ilp.constraints``.
         objective: ``"time"``: the fastest step; ``"devices"``: the fewest devices whose step takes no more than
-            ``target_seconds``; ``"memory"``: the step that fits in the least memory on each device.
+            ``target_seconds``; ``"memory"``: the step that fits in the least memory on each device; ``"plainest"``: of
+            steps that predictions do not tell apart from the fastest (``cost_models.told_apart``) the plainest one.
         progress: told how far planning is, see ``planner.whole_step.result.search_progress``.
         write_lp: where to write the plan's programs, see ``planner.whole_step.result.lp_files``.
         spaces: what earlier plans of the same graph have in common with this one, which is added to.
@@ -169,7 +174,7 @@ class _Planner:
             return self.fewest_devices(cluster, target_seconds)
         if objective == "memory":
             return self.least_memory(cluster)
-        plan = self.fastest(cluster, self.demands)
+        plan = self.plainest(cluster) if objective == "plainest" else self.fastest(cluster, self.demands)
         return self.beside_devices_alone(plan, cluster) if cluster.has_unequal_devices else plan
 
     def beside_devices_alone(self, plan: Plan, cluster: Cluster) -> Plan:
@@ -365,6 +370,25 @@ class _Planner:
         )
         lighter = lightest(search, best, others, slowest=slowest, simulated=simulated)
         return lighter if fits_on_host(search, lighter.solution) else best
+
+    def plainest(self, cluster: Cluster) -> Plan:
+        """The plainest plan that predictions do not tell apart from the fastest, which is its first runner-up."""
+        fastest = self.fastest(cluster, self.demands)
+        for demands in plainer_demands(self.demands):
+            if is_among(fastest.step, demands.fixed):
+                break
+            plan = self.fastest_if_any(cluster, demands)
+            if plan is not None and not are_told_apart(plan.step.costs.simulated, fastest.step.costs.simulated):
+                return self.beside_faster(plan, fastest)
+        return fastest
+
+    def beside_faster(self, plan: Plan, fastest: Plan) -> Plan:
+        """The plan with ``fastest`` as its first runner-up, and a note on what it was taken for."""
+        step = beside(plan.step, alternative_of(judge(self.solutions[id(fastest.step)][1])))
+        self.solutions[id(step)] = self.solutions[id(plan.step)]
+        change = format_change(fastest.step.costs.simulated, plan.step.costs.simulated)
+        note = f"the plainest plan that predictions do not tell apart from the fastest ({change}), its first runner-up"
+        return dataclasses.replace(plan, step=step, notes=(*plan.notes, note))
 
     def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
         """The plan of the smallest part of the cluster that is fast enough."""

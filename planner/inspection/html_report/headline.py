@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 from passes.plan import Plan
 from passes.plan.step_summary import tokens_per_sample
-from passes.plan.text_tables import format_bytes, format_rate, format_seconds, format_seconds_between
+from passes.plan.text_tables import (
+    format_bytes,
+    format_bytes_between,
+    format_rate,
+    format_seconds,
+    format_seconds_between,
+)
 from planner.inspection.running_cost import running_cost
 
 
@@ -41,7 +47,8 @@ def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     yield Card("Devices", f"{step.num_devices:,}", f"{axes} of {plan.cluster.get('name', 'an unnamed cluster')}")
     fullest, limit = step.memory[step.fullest_rank].total, step.memory_limit_of(step.fullest_rank)
     share = f"{fullest / limit:.1%} of {format_bytes(limit)}" if limit else ""
-    yield Card("Fullest device", format_bytes(fullest), share)
+    filled = "; in brackets, nine of ten plans that filled such devices" if step.memory_interval else ""
+    yield Card("Fullest device", format_bytes_between(fullest, step.memory_interval), share + filled)
     yield Card("Gap", f"{certificate.gap:.2%}", f"no plan searched takes less than {format_seconds(certificate.bound)}")
     if price is not None:
         cost = running_cost(plan, price)

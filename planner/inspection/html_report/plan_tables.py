@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.plan import Plan
+from passes.plan.step_summary import not_told_apart
 from passes.plan.text_tables import format_bytes, format_change, format_seconds
 from planner.inspection.baseline_comparison import ComparedLayout
 from planner.inspection.robustness import LARGEST, BreakEven
@@ -25,7 +26,7 @@ def runner_up_rows(plan: Plan) -> list[list[str]]:
         [
             other.what,
             format_seconds(other.simulated),
-            format_change(other.simulated, costs.simulated),
+            format_change(other.simulated, costs.simulated) + not_told_apart(other, costs.simulated),
             format_change(other.seconds, costs.seconds),
             format_bytes(other.memory),
         ]

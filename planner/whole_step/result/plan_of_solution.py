@@ -8,6 +8,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.memory import StateBytes
+from cost_models.memory_interval import memory_interval
 from cost_models.schedules import rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import PipelineStep
@@ -181,7 +182,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
     counts = {**outcome.counts, "shardings searched": search.level_one.solved}
     chunks = _chunks(search, best)
     divides = any(group.zero for chunk in chunks for group in chunk.groups)
-    return StepPlan(
+    step = StepPlan(
         axes=dict(candidate.layout.sizes),
         global_batch=search.level_one.global_batch,
         local_batch=candidate.local_batch,
@@ -203,8 +204,12 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         stage_devices=tuple(StageDevice(*each) for each in search.device_limits(candidate)),
         interval=step_interval(costs.simulated, cluster.groups, cluster.profile) if is_trained else None,
         search={name: int(count) for name, count in sorted(counts.items())},
-        alternatives=tuple(_alternative(other) for other in others),
+        alternatives=tuple(map(alternative_of, others)),
     )
+    if not is_trained:
+        return step
+    fullest = step.memory[step.fullest_rank].total
+    return dataclasses.replace(step, memory_interval=memory_interval(fullest, cluster.groups))
 
 
 def _chunks(search: Search, best: Judged) -> tuple[ChunkPlan, ...]:
@@ -294,7 +299,8 @@ def _by_part(parts: StateBytes) -> tuple[float, float, float, float]:
     return parts.parameters, parts.gradients, parts.optimizer, parts.host
 
 
-def _alternative(judged: Judged) -> Alternative:
+def alternative_of(judged: Judged) -> Alternative:
+    """A solution as a runner-up of another plan."""
     solution = judged.solution
     labels = sorted(
         {
