@@ -103,6 +103,11 @@ def test_every_combination_is_a_row_with_its_gap_or_its_error(uninterrupted: Pat
         plan = Plan.load(uninterrupted / row["plan"])
         assert float(row["step_seconds"]) == plan.step.costs.simulated
         assert float(row["gap"]) == plan.certificate.gap
+        for figure, interval in (
+            ("step_seconds", plan.step.interval),
+            ("memory_bytes", plan.step.memory_interval),
+        ):
+            assert (float(row[f"{figure}_low"]), float(row[f"{figure}_high"])) == interval
         expected = 2.0 * 2 / 3600 * 1e6 / (8 * 16 / plan.step.costs.simulated)
         assert float(row["cost_per_million_tokens"]) == pytest.approx(expected, rel=1e-12)
     assert Plan.load(uninterrupted / rows[1]["plan"]).step.axes["tp"] == 2

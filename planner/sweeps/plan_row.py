@@ -70,17 +70,25 @@ def figures(planned: Plan) -> dict[str, Any]:
     return {
         "devices": step.num_devices,
         "step_seconds": costs.simulated,
+        **_bounds("step_seconds", step.interval),
         "closed_form_seconds": costs.seconds,
         "samples_per_second": costs.samples_per_second,
         "tokens_per_second": None if tokens is None else costs.samples_per_second * tokens,
         "utilisation": costs.utilisation,
         "memory_bytes": max(rank.total for rank in step.memory),
+        **_bounds("memory_bytes", step.memory_interval),
         "memory_limit_bytes": step.memory_limit,
         "bound_seconds": certificate.bound,
         "gap": certificate.gap,
         "status": certificate.status,
         "choice": choice_text(step),
     }
+
+
+def _bounds(name: str, interval: tuple[float, float] | None) -> dict[str, float | None]:
+    """The interval of a figure, None where it has none."""
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def choice_text(step: StepPlan) -> str:
