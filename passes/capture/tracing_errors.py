@@ -101,4 +101,9 @@ def explain(error: BaseException) -> str:
         "UncapturedHigherOrderOpError": "a control-flow operator (torch.cond, while_loop, …) cannot be planned: its "
         "branches or loops run by the values of tensors; use torch.where",
     }
+    if isinstance(error, NotImplementedError) and "torch._C.Generator" in str(error):
+        return (
+            f"torch {torch.__version__} traces no call with generator=: draw from the default generator, or use torch "
+            "2.13"
+        )
     return advice.get(type(error).__name__, f"{type(error).__name__}: {first_line(error)}")

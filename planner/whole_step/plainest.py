@@ -28,12 +28,12 @@ def plainer_demands(demands: Demands) -> Iterator[Demands]:
             alone = {axis: frozenset({1}) for axis in _PLAIN_AXES if axis not in axes}
             for names in _PLAIN_SCHEDULES if PIPELINE in axes else _PLAIN_SCHEDULES[-1:]:
                 limits = alone if names is None else {**alone, "schedule": frozenset(names)}
-                fixed = {**demands.fixed, **{name: _both(demands, name, values) for name, values in limits.items()}}
+                fixed = {**demands.fixed, **{name: _allowed(demands, name, values) for name, values in limits.items()}}
                 if all(fixed.values()):
                     yield dataclasses.replace(demands, fixed=fixed)
 
 
-def _both(demands: Demands, name: str, values: frozenset[Any]) -> frozenset[Any]:
+def _allowed(demands: Demands, name: str, values: frozenset[Any]) -> frozenset[Any]:
     """Those of ``values`` that the demands allow, too."""
     return frozenset(demands.among(name, values))
 
@@ -44,7 +44,7 @@ def is_among(step: StepPlan, fixed: Mapping[str, frozenset[Any]]) -> bool:
     return all(sizes) and (step.schedule == "none" or step.schedule in fixed.get("schedule", (step.schedule,)))
 
 
-def beside(step: StepPlan, fastest: Alternative) -> StepPlan:
+def with_first_runner_up(step: StepPlan, fastest: Alternative) -> StepPlan:
     """A step with ``fastest`` before its runners-up."""
     others = [other for other in step.alternatives if other.what != fastest.what]
     return dataclasses.replace(step, alternatives=(fastest, *others))

@@ -46,7 +46,7 @@ from planner.whole_step.offloading import (
     within_hosts,
     without_activations,
 )
-from planner.whole_step.plainest import beside, is_among, plainer_demands
+from planner.whole_step.plainest import is_among, plainer_demands, with_first_runner_up
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
@@ -379,12 +379,12 @@ class _Planner:
                 break
             plan = self.fastest_if_any(cluster, demands)
             if plan is not None and not are_told_apart(plan.step.costs.simulated, fastest.step.costs.simulated):
-                return self.beside_faster(plan, fastest)
+                return self.beside_fastest(plan, fastest)
         return fastest
 
-    def beside_faster(self, plan: Plan, fastest: Plan) -> Plan:
+    def beside_fastest(self, plan: Plan, fastest: Plan) -> Plan:
         """The plan with ``fastest`` as its first runner-up, and a note on what it was taken for."""
-        step = beside(plan.step, alternative_of(judge(self.solutions[id(fastest.step)][1])))
+        step = with_first_runner_up(plan.step, alternative_of(judge(self.solutions[id(fastest.step)][1])))
         self.solutions[id(step)] = self.solutions[id(plan.step)]
         change = format_change(fastest.step.costs.simulated, plan.step.costs.simulated)
         note = f"the plainest plan that predictions do not tell apart from the fastest ({change}), its first runner-up"
