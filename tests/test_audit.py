@@ -100,6 +100,10 @@ SMALLER: Mapping[str, tuple[Mutation, set[str]]] = {
     "compute": (times(0.9, "costs", "compute_forward"), {"one micro-batch, compute forward"}),
     "memory": (times(0.5, "step", "memory", 0, "optimizer"), {"memory at its peak", "memory at its peak, optimizer"}),
     "memory limit": (times(0.5, "step", "memory_limit"), {"memory limit"}),
+    "interval": (
+        lambda data: data["step"].update(interval=[1e-3, 1.0]),
+        {"step, simulated, nine of ten from", "step, simulated, nine of ten to"},
+    ),
     "lower bound": (times(0.9, "certificate", "bound"), {"gap"}),
     "gap": (lambda data: data["certificate"].update(gap=data["certificate"]["gap"] + 0.01), {"gap"}),
     "collectives": (lambda data: data["collectives"].pop(), {"collectives in one step", "bytes in collectives"}),
@@ -113,6 +117,21 @@ SMALLER: Mapping[str, tuple[Mutation, set[str]]] = {
 def test_a_figure_that_was_changed_is_found_out_and_no_other(kind: str, figure: str) -> None:
     mutation, wrong = SMALLER[figure]
     assert {row.figure for row in audit_of(kind, mutation).wrong} == wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"), [("interval", "step, simulated"), ("memory_interval", "memory at its peak")]
+)
+def test_an_interval_is_made_again(name: str, figure: str) -> None:
+    arguments: Any = {"example_inputs": mlp_batch(batch=16), "loss_fn": squared_error}
+    plan = planner.plan(build(), Cluster.parse("dgx-h100"), **arguments)
+    low, high = getattr(plan.step, name)
+    for claimed, wrong in (((low, high), set()), ((low, 1.1 * high), {f"{figure}, nine of ten to"}), (None, set())):
+        step = dataclasses.replace(plan.step, **{name: claimed})
+        subject = subject_of(dataclasses.replace(plan, step=step), build(), loss_fn=squared_error)
+        report = audited(subject, prove_bound=False, time_limit=60.0)
+        assert {row.figure for row in report.wrong} == wrong
+        assert (f"{figure}, nine of ten from" in {row.figure for row in report.rows}) == (claimed is not None)
 
 
 def other_output_type(data: Data) -> None:

@@ -10,13 +10,14 @@ from passes.plan import ConversionPlan, Plan
 from passes.plan.step_plan import RankMemory, StepPlan
 from passes.plan.text_tables import format_bytes
 from planner.auditing.audit_report import BYTES, NUMBER, SECONDS, SHARE, AuditRow, compared, unchecked
+from planner.auditing.interval_rows import interval_rows
 from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.auditing.subject import AuditSubject
 from planner.sharding_ilp.model_figures import batch_size_of, compute_dtype, model_flops
 
 
 def figure_rows(subject: AuditSubject) -> Iterator[AuditRow]:
-    """Objective, simulated seconds, costs of a micro-batch, memory, conversions.
+    """Objective, simulated seconds, costs of a micro-batch, memory, conversions, intervals.
 
     Raises:
         ValueError: as ``reprice``.
@@ -29,6 +30,7 @@ def figure_rows(subject: AuditSubject) -> Iterator[AuditRow]:
     yield from _micro_batch_rows(plan, priced)
     yield from _memory_rows(plan, priced)
     yield from _limit_rows(subject, priced)
+    yield from interval_rows(subject, priced)
     yield _conversion_row(plan.conversions, priced.walk.conversions)
     yield from _extrapolation_rows(priced)
 
