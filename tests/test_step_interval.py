@@ -113,7 +113,7 @@ def test_memory_of_a_plan_on_h100s_has_the_interval_of_plans_that_filled_them() 
     assert plan.step.memory_interval == (fullest * low, fullest * high)
     assert 0.9 < low < 1.0 < high < 1.0 / (1.0 - HEADROOM)
     text = format_bytes_between(fullest, plan.step.memory_interval)
-    assert f"fullest device {text}" in plan.brief()
+    assert f"fullest device {text}" in plan.brief() and f"full, {text} (most of it" in plan.summary()
     card = next(card for card in headline(plan, device_hour_price=None) if card.name == "Fullest device")
     assert card.figure == text and "nine of ten plans that filled such devices" in card.remark
 

@@ -291,7 +291,8 @@ def _memory_reason(step: StepPlan) -> str:
     )
     paid = [policy for policy in step.recompute if policy != "none"]
     price = f"; recomputed to fit or to save time: {', '.join(paid)}" if paid else ""
-    return f"{verdict}: {where} {full:.1%} full (most of it {largest}){price}"
+    between = f", {format_bytes_between(memory.total, step.memory_interval)}" if step.memory_interval else ""
+    return f"{verdict}: {where} {full:.1%} full{between} (most of it {largest}){price}"
 
 
 def _largest_parts(memory: RankMemory) -> list[tuple[str, float]]:
