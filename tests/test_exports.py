@@ -210,6 +210,10 @@ def test_what_differs_between_layers_is_listed() -> None:
     exported = dataclasses.replace(plan, step=step).export("accelerate-fsdp2")
     assert "recompute differs between layers (none ×1, selective ×1): all layers get 'full'" in exported.inexpressible
     assert exported.settings["fsdp_config.fsdp_activation_checkpointing"] is True
+    ends = tuple(group for group in chunk.groups if "layers" not in group.unit)
+    step = dataclasses.replace(plan.step, chunks=(dataclasses.replace(chunk, groups=(ends[0], *groups, *ends[1:])),))
+    exported = dataclasses.replace(plan, step=step).export("accelerate-fsdp2")
+    assert "recompute differs between layers (none ×1, selective ×1): all layers get 'full'" in exported.inexpressible
 
 
 def test_demands_that_a_framework_cannot_meet_are_refused() -> None:

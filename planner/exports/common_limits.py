@@ -14,7 +14,9 @@ _WORDS = {"whole": "whole", "tokens": "whole, the tokens are cut", "hidden": "cu
 
 def _uniform_recompute(facts: PlanFacts) -> Iterator[str]:
     if len(facts.layer_recompute) > 1:
-        policies = ", ".join(f"{group.recompute} ×{facts.layers_of(group)}" for group in facts.groups if group.count)
+        policies = ", ".join(
+            f"{group.recompute} ×{facts.layers_of(group)}" for group in facts.groups if facts.layers_of(group)
+        )
         yield f"recompute differs between layers ({policies}): all layers get {facts.exported_recompute!r}"
     elif facts.layer_recompute[0] != facts.exported_recompute:
         yield f"recompute={facts.layer_recompute[0]} of the layers: they get {facts.exported_recompute!r}"
