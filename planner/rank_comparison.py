@@ -20,15 +20,13 @@ from runtime.agreement.call_contents import in_words
 from runtime.agreement.ranks_together import Ranks
 from runtime.launch.groups import mesh_of_axes
 from runtime.launch.place import find_place
-from runtime.launch.process import init, leave_at_exit
+from runtime.launch.process import init
 
 
 def ranks_of(target: Any, numbers: Sequence[int] | None = None) -> Ranks:
     """The ranks that compile together: those of a device mesh, else ``numbers``, else all of the default process group,
-    which is joined. A group that the script made is left at its end, too.
+    which is joined.
     """
-    if dist.is_initialized():
-        leave_at_exit()
     if isinstance(target, DeviceMesh):
         is_usable = target.mesh_dim_names and target.get_coordinate() is not None
         return Ranks.of(target) if is_usable else Ranks(None)
