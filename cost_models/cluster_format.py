@@ -55,6 +55,8 @@
     latency = 22e-6
     bandwidth = 1e9
 
+One device has no links: ``[[devices]]`` with ``count = 1``, and no ``[[levels]]``.
+
 Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes,
 overlap_slowdown and host_seconds may be 0) and, in a file, finite: only ``Cluster.uniform`` has devices and links that
 cost nothing. A preset file may also have a ``[match]`` table, see ``cost_models.live``.
@@ -150,7 +152,7 @@ def parse_cluster(
     """
     table = expand_topology(as_table(data, "the cluster"))
     check_keys(table, _TOP_KEYS, "the cluster")
-    levels = _parse_levels(get_tables(table, "levels", "the cluster"))
+    levels = (_NO_LINK,) if _is_one_device(table) else _parse_levels(get_tables(table, "levels", "the cluster"))
     profile = parse_profile(table["profile"]) if "profile" in table else None
     unequal = table.get("unequal", REORDER)
     if unequal not in UNEQUAL:
@@ -287,6 +289,18 @@ def _parse_device(table: Table, where: str) -> Device:
         host_seconds=get_seconds(table, "host_seconds", where) if "host_seconds" in table else 0.0,
         efficiency=parse_efficiency(table.get("efficiency", {}), f"{where}.efficiency"),
     )
+
+
+#: Of one device, which has nobody to send to.
+_NO_LINK = LinkLevel("no links", 1, latency=0.0, bandwidth=1.0)
+
+
+def _is_one_device(table: Table) -> bool:
+    """Whether a cluster says by ``count = 1`` that it has one device, so that it needs no levels."""
+    devices = table.get("devices")
+    if "levels" in table or not isinstance(devices, list) or len(devices) != 1:
+        return False
+    return isinstance(devices[0], dict) and devices[0].get("count") == 1
 
 
 def _parse_levels(tables: list[Table]) -> tuple[LinkLevel, ...]:

@@ -41,7 +41,7 @@ from planner.targets import (
 from planner.whole_step.candidates.demands import fixed_axes, without_defaults
 from runtime import ops
 from runtime.execution.engine import Engine
-from runtime.execution.mixed_precision import cast_floats, compute_dtype, computing_in
+from runtime.execution.mixed_precision import compute_dtype, computing_in
 from runtime.execution.rank_mapping import Places, RankPlaces
 from runtime.execution.replanning import Planner
 from runtime.launch.groups import mesh_of_axes
@@ -99,7 +99,9 @@ def compile(
         plan: a plan to run instead of searching.
         precision: dtype to compute in (``"bfloat16"``) with a model whose parameters are wider: those stay as the
             masters that the optimizer updates; gradients are added up and reduced in float32, and losses are computed
-            in it, as under a GPU's autocast. A whole step is planned.
+            in it, as under a GPU's autocast. Inputs keep their dtype, also as under autocast: products with weights
+            round them, sums with what is narrower are in theirs, and ``loss_fn`` gets the model's outputs in float32.
+            A whole step is planned.
         fuse: plan and run fused operators, as in ``planner.plan``; a plan that is given says so itself.
         dynamic: batches will have many sizes: the model is traced once for any size of each dim of its inputs (of 2 and
             more) that it allows, which takes a few times as long as for one. Without it that is done at the first call
@@ -197,8 +199,6 @@ def engine_for(
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
     compute = None if precision is None else compute_dtype(precision)
     captured = model if compute is None else computing_in(model, compute)
-    if compute is not None and example_inputs is not None:
-        example_inputs = cast_floats(example_inputs, compute)
     if isinstance(target, Plan):
         user_plan = target if user_plan is None else user_plan
     elif user_plan is None and step:

@@ -18,7 +18,7 @@ from planner.targets import axis_sizes, plans_step, read_target
 from planner.training_timeline import moving_bound
 from planner.whole_step.candidates.demands import fixed_axes
 from runtime.calls.skeleton import skeleton
-from runtime.execution.mixed_precision import cast_floats, compute_dtype, computing_in
+from runtime.execution.mixed_precision import compute_dtype, computing_in
 from runtime.migration.move_price import ReplanDecision, ReplanPrice, axes_of, step_seconds
 from runtime.module.meeting import Facts
 
@@ -54,8 +54,7 @@ class GainPricing:
             inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
         is_step = precision is not None or plans_step(target, {**options, "fix": fix})
         if precision is not None:
-            compute = compute_dtype(precision)
-            model, inputs = computing_in(model, compute), cast_floats(inputs, compute)
+            model = computing_in(model, compute_dtype(precision))
         options = {name: value for name, value in options.items() if value is not None}
         if isinstance(target, Cluster):
             options["fix"], cluster = dict(fix or {}), target

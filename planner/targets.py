@@ -21,7 +21,7 @@ from planner.whole_step.candidates.demands import asks_for_step, check_time_limi
 from planner.whole_step.candidates.mesh_layout import AXES
 from runtime.launch.groups import axes_in_rank_order, mesh_of_axes
 from runtime.launch.place import find_place
-from runtime.launch.process import init
+from runtime.launch.process import init, leave_at_exit
 
 #: What ``planner.compile`` takes to say where a model runs.
 Target = DeviceMesh | MeshShape | Mapping[str, int] | Plan | Cluster | str | Path
@@ -84,6 +84,7 @@ def as_device_mesh(
             raise ValueError("the mesh has no axis names: pass mesh_dim_names=('dp', 'tp') to init_device_mesh")
         if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not part of the mesh: call compile on the mesh's ranks only")
+        leave_at_exit()
         return mesh, MeshShape(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape))
     shape = mesh.mesh if isinstance(mesh, Plan) else mesh
     device = join_process_group(shape.num_devices, needed_by=f"mesh {shape}", ranks=ranks)
@@ -151,6 +152,7 @@ def step_device_mesh(plan: Plan, target: Target, ranks: Sequence[int] | None = N
     """
     axes = plan.step.axes
     if isinstance(target, DeviceMesh):
+        leave_at_exit()
         device = target.device_type
         sizes = fixed_axes(axis_sizes(target))
         if {axis: sizes.get(axis, 1) for axis in AXES} != {axis: axes.get(axis, 1) for axis in AXES}:

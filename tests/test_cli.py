@@ -174,7 +174,7 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", "tiny-vit", *STEP[1:]], "--seq-len is of models whose samples are tokens, tiny-vit takes images"),
         (["plan", "folder/config.json"], "there is no file of this name"),
         (["plan", str(ROOT / "tests")], "there is a folder without a config.json of this name"),
-        (["plan", *STEP, "--memory", "0.0001"], "each by itself: --memory 0.1 (GiB)"),
+        (["plan", *STEP, "--memory", "0.0001"], "each by itself: --memory 0.1GiB"),
         (["plan", *STEP, "--time-limit", "nan"], "--time-limit: expected a positive number, got 'nan'"),
         (["plan", *TINY, "--dtype", "nn"], "--dtype: expected one of float64"),
         (["plan", *TINY, "-o", "no-such-folder/plan.json"], "there is no directory"),

@@ -277,15 +277,23 @@ Levels of links, innermost first
   nvlink   8 devices  switch  150 GB/s   6.6 µs   1
   network  4 nvlink   switch  12.5 GB/s  6.6 µs   2
 
-What each member of a group sends while all groups of its axis work, outermost axis first
-  axis  size  level    ring       tree       all-to-all  to the next  latency
-  ---------------------------------------------------------------------------
-  dp    4     network  6.25 GB/s  6.25 GB/s  6.25 GB/s   6.25 GB/s    6.6 µs
-  tp    8     nvlink   150 GB/s   150 GB/s   150 GB/s    150 GB/s     6.6 µs
+GB/s that each member of a group sends while all groups work, outermost first
+  axis  size  level    ring  tree  all-to-all  to the next  latency
+  -----------------------------------------------------------------
+  dp    4     network  6.25  6.25  6.25        6.25         6.6 µs
+  tp    8     nvlink   150   150   150         150          6.6 µs
 """
     )
     assert main(["cluster", "show", "dgx-v100-32g:4", "--mesh", "dp=4,tp=4"]) == 2
     assert "the mesh dp=4,tp=4 has 16 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cluster", ["8x1080ti:32", "a10g:32", "dgx-h100:4096", "cpu-local:1", "tpu-v4-torus:8x8x8"])
+def test_a_cluster_is_shown_within_eighty_columns(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "show", cluster]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert " 1 devices" not in shown
 
 
 def test_sixteen_thousand_devices_are_priced_without_their_graph() -> None:

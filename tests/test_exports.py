@@ -104,6 +104,12 @@ def test_positions_are_whole_beside_a_vocabulary_that_is_cut() -> None:
     assert not [sentence for sentence in sentences if sentence.startswith("tp: transformer.w")]
 
 
+def test_query_key_and_value_in_one_layer_are_named_where_no_plan_keeps_them_cut() -> None:
+    """GPT-2's lie one behind the other: a rank's part of the columns is no set of heads."""
+    with pytest.raises(ValueError, match=r"c_attn is gathered before it is split into pieces.*a layer for each piece"):
+        planner.plan("tiny-gpt2", "dgx-h100:1x2", global_batch=2, seq_len=8, fix={"tp": 2}, framework="megatron")
+
+
 def test_positions_that_are_cut_are_listed() -> None:
     cluster = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
     pins = {"transformer.wte.weight": {"tp": "S(0)"}, "transformer.wpe.weight": {"tp": "S(0)"}}
@@ -204,6 +210,10 @@ def test_what_differs_between_layers_is_listed() -> None:
     exported = dataclasses.replace(plan, step=step).export("accelerate-fsdp2")
     assert "recompute differs between layers (none ×1, selective ×1): all layers get 'full'" in exported.inexpressible
     assert exported.settings["fsdp_config.fsdp_activation_checkpointing"] is True
+    ends = tuple(group for group in chunk.groups if "layers" not in group.unit)
+    step = dataclasses.replace(plan.step, chunks=(dataclasses.replace(chunk, groups=(ends[0], *groups, *ends[1:])),))
+    exported = dataclasses.replace(plan, step=step).export("accelerate-fsdp2")
+    assert "recompute differs between layers (none ×1, selective ×1): all layers get 'full'" in exported.inexpressible
 
 
 def test_demands_that_a_framework_cannot_meet_are_refused() -> None:

@@ -33,6 +33,7 @@ from planner.inspection.simulated_step import simulated_step
 from planner.inspection.step_trace import trace_events
 from planner.inspection.time_waterfall import busiest_rank, waterfall
 from planner.inspection.why_not import why_not
+from planner.inspection.wishes import JoinedDemands, joined_demands
 from planner.whole_step.candidates.no_plan import NoPlan
 from tests.small_models import Mlp, mlp_batch, squared_error
 
@@ -257,6 +258,32 @@ def test_a_wish_is_searched_again_and_costs_what_its_plan_takes_more() -> None:
     assert answer.wished is not None and answer.wished.step.global_batch == 8
     rates = [each.step.costs.samples_per_second for each in (plan, answer.wished)]
     assert f"({rates[1] / rates[0] - 1:+.2%})" in answer.table()
+
+
+def test_a_wish_replaces_the_plans_own_demands_that_contradict_it() -> None:
+    plan = plan_of("1f1b")
+    assert plan.certificate.demands["fix"]["schedule"] == ["1f1b"]
+    answer = why_not(plan, forbid={"schedule": "1f1b"}, model=Mlp(layers=4), **CALL)
+    assert answer.wished is not None and answer.wished.step.schedule != "1f1b"
+    assert "Left out of the plan's own demands, for the wish: fix schedule=1f1b" in answer.table()
+
+
+@pytest.mark.parametrize(
+    ("own", "fix", "forbid", "joined"),
+    [
+        ({"fix": {"tp": [2]}}, {"tp": 4}, {}, ({"tp": 4}, {}, ("fix tp=2",))),
+        ({"fix": {"tp": [2], "zero": [1]}}, {"dp": 4}, {}, ({"zero": [1], "dp": 4}, {}, ("fix tp=2",))),
+        ({"fix": {"tp": [2]}}, {"dp": 2}, {}, ({"tp": [2], "dp": 2}, {}, ())),
+        ({"fix": {"zero": [1]}}, {}, {"zero": 1}, ({}, {"zero": [1]}, ("fix zero=1",))),
+        ({"fix": {"zero": [1, 2]}}, {}, {"zero": 1}, ({"zero": [1, 2]}, {"zero": [1]}, ())),
+        ({"forbid": {"zero": [2, 3]}}, {"zero": 3}, {}, ({"zero": 3}, {"zero": [2]}, ("forbid zero=3",))),
+        ({"forbid": {"zero": [2]}}, {}, {"zero": 3}, ({}, {"zero": [2, 3]}, ())),
+    ],
+)
+def test_demands_that_a_wish_leaves_of_a_plan_on_4_devices(
+    own: dict[str, Any], fix: dict[str, Any], forbid: dict[str, Any], joined: tuple[Any, ...]
+) -> None:
+    assert joined_demands(own, fix=fix, forbid=forbid, num_devices=4) == JoinedDemands(*joined)
 
 
 def test_a_wish_cannot_be_only_where_that_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:

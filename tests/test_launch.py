@@ -238,6 +238,27 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, sent: signal.Sign
     assert gone(tmp_path)
 
 
+#: Makes its process group itself, over which a model is planned, and leaves it to the end of the process.
+OWN_GROUP = """
+import atexit
+import torch
+import torch.distributed as dist
+atexit.register(lambda: print("left" if not dist.is_initialized() else "joined to the last"))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import planner
+mesh = {mesh}
+parallel = planner.compile(torch.nn.Linear(2, 2), mesh)
+parallel(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("mesh", ["'dp=1'", "dist.init_device_mesh('cpu', (1,), mesh_dim_names=('dp',))"])
+def test_a_group_that_a_script_made_is_left_before_the_interpreter_is_taken_down(mesh: str) -> None:
+    command = [sys.executable, "-c", OWN_GROUP.format(mesh=mesh)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert (ended.returncode, ended.stdout) == (0, "left\n"), ended.stderr
+
+
 def test_a_host_says_which_one_it_cannot_reach(tmp_path: Path) -> None:
     port = free_port()
     hosts = ("--nproc=1", "--nnodes=2", "--address=127.0.0.1", f"--port={port}", "--timeout=2")

@@ -11,6 +11,7 @@ from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node
 from passes.ir.types import P, R, shard
 from passes.shard import Compute, Convert, Local
+from passes.shard.operations import Operation
 from planner.sharding_ilp.liveness import live_nodes
 from planner.whole_step.result.unit_collectives import SavedLocals
 
@@ -44,6 +45,17 @@ class Transposed(torch.nn.Module):
         return self.layer(self.convolution(x).transpose(1, 2)).mean()
 
 
+class TransposedTwice(torch.nn.Module):
+    """Rows whose order in memory a kernel in between keeps on one device, and a collective does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.nn.functional.gelu(self.first(x).transpose(1, 2)).transpose(1, 2)).mean()
+
+
 class Distances(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,13 +78,20 @@ def whole_inputs(graph: Graph, node: Node) -> list[Local]:
 
 
 def saved_of(
-    graph: Graph, maker: Node, summed: Convert, user: Node, operands: list[Local], *more: Convert
+    graph: Graph,
+    maker: Node,
+    summed: Convert,
+    user: Node,
+    operands: list[Local],
+    *more: Operation,
+    names: tuple[str, ...] = (),
 ) -> SavedLocals:
-    """What autograd saves where ``maker`` makes partial sums, and ``user`` takes ``operands``."""
+    """What autograd saves where ``maker`` makes partial sums, and ``user`` takes ``operands``; ``names``: of others
+    that its record follows."""
     (output,) = user.outputs
     partial_sums = Compute(maker, tuple(whole_inputs(graph, maker)), (summed.source,), (), None)
     used = Compute(user, tuple(operands), (Local(output, (R,), output.shape),), (), None)
-    activations = Activations.of(graph, live_nodes(graph), (maker.name, user.name))
+    activations = Activations.of(graph, live_nodes(graph), tuple(dict.fromkeys((maker.name, *names, user.name))))
     return SavedLocals.of((partial_sums, summed, *more, used), activations)
 
 
@@ -105,3 +124,18 @@ def test_a_value_is_kept_in_both_types_in_which_it_comes() -> None:
     cut = Convert(Step(0, (R,), rows.placement), summed.target, rows, None, None, 0)
     for operands in ([summed.target, rows], [rows, summed.target]):
         assert saved_of(graph, linear, summed, distances, operands, cut).brought == (summed,)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_linear_layer_copies_what_was_brought_in_another_order_than_on_one_device(tokens: int) -> None:
+    """It keeps the copy, and what was brought is not sent again; of one token there is no other order."""
+    graph = capture(TransposedTwice(), args=(torch.randn(3, tokens, 4),))
+    gelu, transpose, linear = graph.nodes[-4:-1]
+    assert "gelu" in gelu.op and "transpose" in transpose.op and "linear" in linear.op
+    summed = summed_output_of(gelu)
+    rows = Local(transpose.outputs[0], (R,), transpose.outputs[0].shape)
+    turned = Compute(transpose, (summed.target,), (rows,), (), None)
+    operands = [rows, *whole_inputs(graph, linear)[1:]]
+    names = [node.name for node in graph.nodes]
+    saved = saved_of(graph, gelu, summed, linear, operands, turned, names=tuple(names))
+    assert saved.brought == ((summed,) if tokens == 1 else ())

@@ -122,6 +122,27 @@ def test_a_fitted_cluster_is_the_same_behind_its_file(tmp_path: Path) -> None:
     assert Cluster.from_dict(again.to_dict()) == again
 
 
+def test_the_file_of_one_device_says_nothing_of_links(tmp_path: Path) -> None:
+    cluster = Cluster(
+        "alone",
+        (replace(fitted(calls_of(TRUE)).groups[0], count=1),),
+        (LinkLevel("none", 1, latency=0.0, bandwidth=1.0),),
+    )
+    path = tmp_path / "alone.toml"
+    path.write_text(as_toml(cluster), encoding="utf-8")
+    assert "[[levels]]" not in path.read_text(encoding="utf-8")
+    again = Cluster.from_toml(path)
+    assert again.num_devices == 1 and again.device.name == cluster.device.name
+    assert Cluster.from_dict(again.to_dict()) == again
+
+
+def test_levels_are_left_out_only_of_one_device() -> None:
+    data = Cluster.parse("cpu-local:1").to_dict()
+    del data["levels"]
+    with pytest.raises(ValueError, match="levels"):
+        Cluster.from_dict(data)
+
+
 @pytest.mark.parametrize("slope", [-0.5, 0.0, 0.4, 3.0])
 def test_any_points_give_a_curve_that_a_device_can_have(slope: float) -> None:
     points = [(10.0**power, min(1.0, 0.3 * 2 ** (slope * (power - 6)))) for power in range(3, 10)]

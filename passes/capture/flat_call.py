@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch import nn
 from passes.capture.loss_of_call import CalledModel, calls_model
 from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
 from passes.capture.numbers_as_places import refuse_left_over
+from passes.capture.precision_of_calls import for_loss, precision_of
 from passes.capture.python_draws import no_python_draws
 from passes.capture.python_state import StateChanges, TracedStates, WatchedState
 from passes.capture.stand_in import OneDevice
 from passes.capture.value_reads import ValueReads
 from passes.capture.watch import WatchedForward
-from passes.capture.wide_losses import losses_of
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
 from passes.torch_compat.tracer_questions import answered_lists
@@ -92,7 +93,7 @@ class FlatCall(nn.Module):
             watched,
             no_python_draws(),
             answered_lists(watched.listed),
-            losses_of(self.model),
+            precision_of(self.model),
         ):
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
@@ -125,7 +126,7 @@ class FlatCall(nn.Module):
         parameters = list(self.parameters_of_forward.values())
         batch = _batch(args, kwargs, [parameter.name for parameter in parameters])
         if calls_model(self.loss_fn):
-            called = CalledModel(self.model, self.extra)
+            called = CalledModel(self.model, self.extra, for_loss=partial(for_loss, self.model))
             loss = self.loss_fn(called, batch)
             return TrainingOutput(loss, called.outputs)
         kinds = {parameter.kind for parameter in parameters}
@@ -135,7 +136,7 @@ class FlatCall(nn.Module):
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             named = {name: value for name, value in kwargs.items() if name in self.parameters_of_forward}
         outputs = self.model(*positional, **named, **self.extra)
-        return TrainingOutput(self.loss_fn(outputs, batch), outputs)
+        return TrainingOutput(self.loss_fn(for_loss(self.model, outputs), batch), outputs)
 
 
 def _smallest(tensors: Mapping[Path, torch.Tensor]) -> Path | None:

@@ -27,19 +27,20 @@ class CalledModel:
 
     Args:
         extra: arguments of each call that does not give them itself.
+        for_loss: what the loss function gets of the model's outputs.
 
     Attributes:
         stands_for: the model.
         outputs: of the last call.
     """
 
-    def __init__(self, model: nn.Module, extra: Mapping[str, Any]) -> None:
-        self.stands_for, self._extra = model, extra
+    def __init__(self, model: nn.Module, extra: Mapping[str, Any], *, for_loss: Callable[[Any], Any]) -> None:
+        self.stands_for, self._extra, self._for_loss = model, extra, for_loss
         self._outputs: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._outputs = [self.stands_for(*args, **{**self._extra, **kwargs})]
-        return self._outputs[0]
+        return self._for_loss(self._outputs[0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stands_for, name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from passes.ir.graph import Graph, Node, Value
 from passes.plan.step_plan import StepPlan
-from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
+from passes.repeats.model_units import ModelUnit, find_units, made_anywhere, unit_of_nodes
 from passes.repeats.repeated_blocks import BlockRun
 from passes.shard import (
     Compute,
@@ -227,7 +227,7 @@ class _UnitCopies:
     """The copies of a repeated block, to be dealt out over parts."""
 
     def __init__(self, graph: Graph, run: BlockRun, operations: Sequence[Operation]) -> None:
-        self.run = run
+        self.graph, self.run = graph, run
         at, self.repeat = next((at, one) for at, one in enumerate(operations) if isinstance(one, Repeat))
         # Behind it are conversions of what the graph ends with, if it ends with the block.
         self.entry, self.exit = list(operations[:at]), tuple(operations[at + 1 :])
@@ -252,8 +252,10 @@ class _UnitCopies:
         return ChainPart(chunk, () if first else tuple(self.entry), repeated_copies, behind)
 
     def handed_on(self) -> tuple[Operation, ...]:
-        """Conversions of the first copy's carried inputs: the part before it does them, as between two copies."""
-        targets = {self.repeat.entries[slot] for slot, _ in self.repeat.carried}
+        """Conversions of what enters the first copy: the part before it does them, so that what is sent to a copy is
+        the same in front of each. What every stage makes itself is converted where it is used."""
+        easy = made_anywhere(self.graph)
+        targets = {local for local in self.repeat.entries if local.state is None and local.value.name not in easy}
         conversions: list[Operation] = []
         for operation in reversed(self.entry):
             assert isinstance(operation, Convert)

@@ -277,6 +277,24 @@ def batch_norms_without_momentum(call: Callable[[Any, torch.Tensor], torch.Tenso
 
 
 @contextlib.contextmanager
+def recurrent_inputs_of_any_dtype() -> Iterator[None]:
+    """On this thread, recurrent layers take inputs of another dtype than their weights, as they do under autocast."""
+    original = nn.RNNBase.check_input
+    tracing = threading.get_ident()
+
+    def check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+        if threading.get_ident() == tracing:
+            input = input.to(self._flat_weights[0].dtype)
+        original(self, input, batch_sizes)
+
+    nn.RNNBase.check_input = check_input  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.RNNBase.check_input = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def unvalidated_distributions() -> Iterator[None]:
     """``torch.distributions`` made in here do not look at the values of their parameters, which tracing has not."""
     before = Distribution._validate_args

@@ -33,6 +33,7 @@ from passes.rules.linear_rows import LINEAR
 from planner.auditing.graph_walk import Charge, GraphWalk
 from planner.sharding_ilp.liveness import live_nodes
 from planner.whole_step.costs.chunked_units import chunked_units
+from planner.whole_step.costs.crossing_forms import FormUse, ValueForms, in_program, sources_of
 from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.step_prices import EXPERT, StepPricing, weight_share
 
@@ -340,9 +341,58 @@ class UnitPrices:
 
     def crossing_bytes(self, index: int) -> tuple[float, float]:
         """Bytes that a pipeline sends, for each micro-batch, to a chunk that begins with this unit, and gets back."""
-        entering = [self.values[name] for name in self.units[index].entering]
-        returning = [value for value in entering if value.requires_grad]
-        return sum(map(self.local_bytes, entering)), sum(map(self.local_bytes, returning))
+        forward = backward = 0.0
+        for name in self.units[index].entering:
+            value = self.values[name]
+            num_bytes = sum(self.pricing.local_bytes(value, form) for form in self._forms(value).crossing(index))
+            forward += num_bytes
+            backward += num_bytes if value.requires_grad else 0.0
+        return forward, backward
+
+    def _forms(self, value: Value) -> ValueForms:
+        """The placements of a value that crosses cuts of the pipeline."""
+        mesh, maker = self.pricing.mesh, self.nodes[self.maker[value.name]]
+        own = self.place.get(maker.name)
+        inside, behind = list[Placement](), list[FormUse]()
+        for user in self.users[value.name]:
+            if user not in self.place:
+                continue
+            unit, copy = self.place[user]
+            repeats = self.units[unit].run is not None
+            for form in self._asked(user, value.name):
+                form = in_program(form, value, mesh)
+                if repeats and (unit, copy) == own:
+                    inside.append(form)
+                else:
+                    behind.append(FormUse(unit, form, repeats))
+        steps = ((step[1][0], step[0][2]) for step in self.forward_step.items() if step[0][:2] == (value.name, None))
+        made = self.walked.outputs[maker.name][[one.name for one in maker.outputs].index(value.name)]
+        following = [in_program(form, value, mesh) for form in self._handed_on(maker.name, value.name)]
+        return ValueForms(in_program(made, value, mesh), sources_of(steps, value, mesh), behind, inside, following)
+
+    def _asked(self, user: str, value: str) -> list[Placement]:
+        """The placements in which an operator takes a value; of what enters a block, the one that copies hand on."""
+        run = self.units[self.place[user][0]].run
+        if run is not None:
+            for slot, names in enumerate(self.runs[run].carried):
+                if names[0] == value:
+                    return [self.plan.blocks[run].carried[slot]]
+        inputs = zip(reversed(self.nodes[user].inputs), reversed(self.walked.inputs[user]))
+        return [form for name, form in inputs if name == value]
+
+    def _handed_on(self, maker: str, value: str) -> Iterator[Placement]:
+        """The placement in which copies of a block hand on what this value is in the last one."""
+        if maker not in self.place:
+            return
+        unit, copy = self.place[maker]
+        run = self.units[unit].run
+        if run is None:
+            return
+        first = self.nodes[self.runs[run].copies[0][self.runs[run].copies[copy].index(maker)]]
+        place = [one.name for one in self.nodes[maker].outputs].index(value)
+        for slot, name in enumerate(self.runs[run].carried_output):
+            if name == first.outputs[place].name:
+                yield self.plan.blocks[run].carried[slot]
 
     # -- parameters ---------------------------------------------------------------------------------------------
 

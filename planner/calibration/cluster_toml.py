@@ -20,7 +20,11 @@ _HEAD = """# Measured by planner profile, each call alone; [profile.ranges] says
 
 def as_toml(cluster: Cluster) -> str:
     """The text of a cluster file; numbers have six digits."""
-    return _HEAD + "\n".join(_table((), cluster.to_dict())) + "\n"
+    data = cluster.to_dict()
+    if cluster.num_devices == 1:
+        del data["levels"]
+        data["devices"] = [{"count": 1, **data.pop("device")}]
+    return _HEAD + "\n".join(_table((), data)) + "\n"
 
 
 def _table(path: tuple[str, ...], table: Mapping[str, Any]) -> Iterator[str]:

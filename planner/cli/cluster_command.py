@@ -63,7 +63,7 @@ def _sections(cluster: Any, axes: dict[str, int]) -> Iterator[str]:
         list(_levels(cluster)),
     )
     yield format_table(
-        "What each member of a group sends while all groups of its axis work, outermost axis first",
+        "GB/s that each member of a group sends while all groups work, outermost first",
         ("axis", "size", "level", "ring", "tree", "all-to-all", "to the next", "latency"),
         list(_groups(cluster, axes)),
     )
@@ -71,13 +71,15 @@ def _sections(cluster: Any, axes: dict[str, int]) -> Iterator[str]:
 
 def _levels(cluster: Any) -> Iterator[tuple[str, ...]]:
     from cost_models.cluster_graph import num_parts, sharers
+    from cost_models.text import counted
 
     for index, level in enumerate(cluster.levels):
-        parts, inner = num_parts(cluster.levels, index), cluster.levels[index - 1].name if index else "devices"
+        parts = num_parts(cluster.levels, index)
+        joins = f"{parts:,} {cluster.levels[index - 1].name}" if index else counted(parts, "device")
         latency, bandwidth = level.slowest_link(cluster.num_devices)
         slowest = "at least " * bool(level.exceptions or level.wires)
         yield (
-            level.name, f"{parts:,} {inner}", level.wiring, f"{slowest}{_rate(bandwidth)}", _latency(latency),
+            level.name, joins, level.wiring, f"{slowest}{_rate(bandwidth)}", _latency(latency),
             str(sharers(cluster.levels, index)),
         )  # fmt: skip
 
@@ -94,11 +96,16 @@ def _groups(cluster: Any, axes: dict[str, int]) -> Iterator[tuple[str, ...]]:
         for name, span in zip(names, spans):
             share = span.bandwidth
             rates = (share.ring, share.tree, share.exchange, share.message)
-            yield axis, str(size), name, *(_rate(rate) for rate in rates), _latency(span.latency)
+            yield axis, str(size), name, *(_number(rate) for rate in rates), _latency(span.latency)
 
 
 def _rate(bandwidth: float) -> str:
-    return "unlimited" if math.isinf(bandwidth) else f"{bandwidth / 1e9:,.4g} GB/s"
+    return _number(bandwidth) if math.isinf(bandwidth) else f"{_number(bandwidth)} GB/s"
+
+
+def _number(bandwidth: float) -> str:
+    """In GB/s."""
+    return "unlimited" if math.isinf(bandwidth) else f"{bandwidth / 1e9:,.4g}"
 
 
 def _latency(seconds: float) -> str:

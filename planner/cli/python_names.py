@@ -22,7 +22,7 @@ class _Row(NamedTuple):
 
 def _gib(match: re.Match[str]) -> str:
     """``--memory`` with bytes as GiB, up to a tenth more."""
-    return f"--memory {math.ceil(int(match[1]) / 2**30 * 10) / 10:g} (GiB)"
+    return f"--memory {math.ceil(int(match[1]) / 2**30 * 10) / 10:g}GiB"
 
 
 #: In the order in which they are tried.

@@ -128,7 +128,7 @@ def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | s
 
 
 def read_gib(text: str, *, option: str = "--memory", expected: str = "a positive number of GiB") -> float:
-    """A positive number of GiB, in bytes.
+    """A positive number of GiB (``60``, ``0.5GiB``), in bytes.
 
     Args:
         option: whose value it is; ``expected``: what that takes.
@@ -137,7 +137,7 @@ def read_gib(text: str, *, option: str = "--memory", expected: str = "a positive
         ValueError: if it is not one.
     """
     try:
-        gib = float(text)
+        gib = float(text.removesuffix("GiB"))
     except ValueError:
         gib = -1.0
     if not 0 < gib < float("inf"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from passes.plan.step_plan import CHUNKED_LOSS
 from planner.exports.framework import LimitRow, SettingRow
-from planner.exports.plan_facts import PlanFacts
+from planner.exports.plan_facts import PlanFacts, TensorLayer
 
 #: What a plan calls what each layer does, in words.
 _WORDS = {"whole": "whole", "tokens": "whole, the tokens are cut", "hidden": "cut along the hidden dim"}
@@ -14,7 +14,9 @@ _WORDS = {"whole": "whole", "tokens": "whole, the tokens are cut", "hidden": "cu
 
 def _uniform_recompute(facts: PlanFacts) -> Iterator[str]:
     if len(facts.layer_recompute) > 1:
-        policies = ", ".join(f"{group.recompute} ×{facts.layers_of(group)}" for group in facts.groups if group.count)
+        policies = ", ".join(
+            f"{group.recompute} ×{facts.layers_of(group)}" for group in facts.groups if facts.layers_of(group)
+        )
         yield f"recompute differs between layers ({policies}): all layers get {facts.exported_recompute!r}"
     elif facts.layer_recompute[0] != facts.exported_recompute:
         yield f"recompute={facts.layer_recompute[0]} of the layers: they get {facts.exported_recompute!r}"
@@ -104,9 +106,19 @@ def megatron_split(*, vocabulary: bool) -> LimitRow:
             if layer.role not in expected:
                 yield f"tp: {layer.pattern} is {_WORDS.get(layer.role, layer.role)}: it has {' or '.join(expected)}"
             elif layer.role == "column" and layer.gathered:
-                yield f"tp: the output of {layer.pattern} is gathered: it stays cut there"
+                yield f"tp: the output of {layer.pattern} is gathered{_gathered_pieces(layer)}"
 
     return LimitRow("layers split in columns and rows by turns", lacks)
+
+
+def _gathered_pieces(layer: TensorLayer) -> str:
+    """What the framework does instead; of a layer with several projections in one, in what it differs."""
+    if not layer.in_pieces:
+        return ": it stays cut there"
+    return (
+        " before it is split into pieces: it stays cut there, into heads of all pieces (query, key and value in one), "
+        "for which this weight's rows are in another order; give the model a layer for each piece, or fix tp=1"
+    )
 
 
 def orders(*allowed: tuple[str, ...]) -> LimitRow:

@@ -25,16 +25,24 @@ _FEWER_BYTES = {"full": frozenset(("full", "selective")), "regather": frozenset(
 #: Bytes of what a loss over all samples is made of at most: its sum, or the count of its tokens.
 _NUMBERS = 8
 _EMBEDDINGS = frozenset(("aten.embedding.default", "meshwright.embedding.default"))
+#: As graphs have them: torch's ``chunk`` and ``split`` become the first.
+_SPLITS = frozenset(("aten.split_with_sizes.default", "aten.unbind.int"))
 
 
 @dataclass(frozen=True)
 class TensorLayer:
-    """One module with a matrix and its role; ``gathered``: its cut output is gathered at once; ``rows``: of an
-    embedding's matrix, of which rows are picked; else 0."""
+    """One module with a matrix and its role.
+
+    Attributes:
+        gathered: its cut output is gathered at once.
+        in_pieces: the module around it splits tensors into pieces, as attention does with query, key and value in one.
+        rows: of an embedding's matrix, of which rows are picked; else 0.
+    """
 
     module: str
     role: TensorRole
     gathered: bool = False
+    in_pieces: bool = False
     is_head: bool = False
     rows: int = 0
 
@@ -225,7 +233,16 @@ class PlanFacts:
                 role = _role(node, shard_dim(weight.placement[place]), place)
                 is_head = role != "vocabulary" and not self._in_block(module) and node.op not in _EMBEDDINGS
                 rows = weight.shape[0] if node.op in _EMBEDDINGS else 0
-                layers.append(TensorLayer(module, role, self._is_gathered(key), is_head, rows))
+                layers.append(
+                    TensorLayer(
+                        module,
+                        role,
+                        gathered=self._is_gathered(key),
+                        in_pieces=module.rpartition(".")[0] in self._splitting_modules,
+                        is_head=is_head,
+                        rows=rows,
+                    )
+                )
         return tuple(layers)
 
     def activations_converted(self, axis: str, collective: str) -> tuple[ConversionPlan, ...]:
@@ -264,6 +281,11 @@ class PlanFacts:
 
     def _is_gathered(self, key: str) -> bool:
         return any(step.value == f"node:{key}#0" for step in self.activations_converted("tp", "all_gather"))
+
+    @cached_property
+    def _splitting_modules(self) -> frozenset[str]:
+        """Modules that split a tensor into pieces."""
+        return frozenset(key.split(":", 1)[0] for key, node in self.plan.nodes.items() if node.op in _SPLITS)
 
     def _in_block(self, module: str) -> bool:
         roots = {root for block in self.plan.blocks for copy in block.roots for root in copy}

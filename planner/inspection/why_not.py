@@ -14,6 +14,7 @@ from passes.plan.step_summary import seq_len_of, stopped_by, tokens_per_sample
 from passes.plan.text_tables import format_change, format_seconds
 from planner.inspection.plan_difference import PlanDifference, difference
 from planner.inspection.plan_graph import check_model, graph_of_plan, library_model, training_of
+from planner.inspection.wishes import joined_demands
 
 if TYPE_CHECKING:
     from cost_models import Cluster
@@ -52,7 +53,8 @@ def why_not(
     """Search again for what ``plan`` was asked to be, and the wish besides.
 
     Args:
-        fix, forbid: the wish, as ``planner.plan`` takes it.
+        fix, forbid: the wish, as ``planner.plan`` takes it. The plan's own demands that contradict it are left out,
+            and named in the answer.
         memory_limit, seq_len, global_batch, cluster: what to ask for in the place of the plan's own (less memory,
             longer samples, other links), as ``planner.plan`` takes them.
         model, example_inputs, loss_fn: of a plan that is not of a config in the library, as ``planner.plan`` takes
@@ -86,11 +88,11 @@ def why_not(
             "(planner plan --mesh …) and compare the two with planner diff"
         )
     demands = plan.certificate.demands
-    wish = {**demands.get("fix", {}), **(fix or {})}
-    without = {**demands.get("forbid", {}), **(forbid or {})}
-    read_demands(wish, without, memory_limit=memory_limit)
     step = plan.step
     hardware = Cluster.from_dict(dict(plan.cluster)) if cluster is None else as_cluster(cluster, num_devices=1)
+    read_demands(fix or {}, forbid or {}, memory_limit=memory_limit)
+    joined = joined_demands(demands, fix=fix or {}, forbid=forbid or {}, num_devices=hardware.num_devices)
+    read_demands(joined.fix, joined.forbid, memory_limit=memory_limit)
     if memory_limit is not None:
         refuse_beyond_devices(memory_limit, hardware, instead="ask for a cluster whose devices have more")
     if isinstance(model, (str, Path)) and seq_len is None and global_batch is None:
@@ -106,8 +108,8 @@ def why_not(
             loss_fn=loss_fn,
             dtype=float_dtype(plan),
             training=training_of(plan),
-            fix=wish,
-            forbid=without,
+            fix=joined.fix,
+            forbid=joined.forbid,
             constraints=plan.constraints or None,
             memory_limit=demands.get("memory_limit") if memory_limit is None else memory_limit,
             headroom=step.headroom,
@@ -123,11 +125,11 @@ def why_not(
     except NoPlan as error:
         if not error.proved:
             raise
-        return WhyNot(None, None, f"It cannot be: {error}")
+        return WhyNot(None, None, f"It cannot be: {error}{joined.remark}")
     if seq_len is None and global_batch is None:
         check_model(plan, wished.fingerprint)
     verdict = _changed_verdict(plan, wished) if changed else _verdict(plan, wished)
-    return WhyNot(wished, difference(plan, wished), verdict)
+    return WhyNot(wished, difference(plan, wished), f"{verdict}{joined.remark}")
 
 
 def _verdict(plan: Plan, wished: Plan) -> str:

@@ -32,7 +32,7 @@ from runtime.execution.chunk import InputOf, in_order_of_use, uses_of
 from runtime.execution.differentiated_loss import differentiable, without_gradients
 from runtime.execution.experts_without_tokens import LoopedExpertParameters
 from runtime.execution.gradients_of_parameters import GradientsOfParameters
-from runtime.execution.mixed_precision import cast_floats, computing_in
+from runtime.execution.mixed_precision import computing_in
 from runtime.execution.outputs import counted_once, with_all_shares, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.program_builder import Maker
@@ -159,8 +159,6 @@ class Engine:
         return self._maker.graph_of(self.read(args, kwargs))
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plan: Plan | None) -> ModelCall:
-        if self.compute is not None:
-            args, kwargs = cast_floats((args, kwargs), self.compute)
         return read_call(self.model.forward, args, kwargs, positional=positional_of(plan, self.loss_fn))
 
     def train(

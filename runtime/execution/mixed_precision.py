@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.capture.wide_losses import mark_wide_losses
+from passes.capture.precision_of_calls import mark_precision
 from passes.torch_compat.operators import tree_map
 from runtime.calls.skeleton import skeleton
 
@@ -28,14 +28,14 @@ def compute_dtype(name: str | torch.dtype) -> torch.dtype:
 def computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of ``model`` without data whose floating-point parameters are of ``dtype``; buffers keep theirs.
 
-    What is narrower than before computes its losses in float32, as under autocast.
+    Inputs keep their dtype, and each call decides on its own (``passes.capture.precision_of_calls``). What is narrower
+    than before computes its losses in float32.
     """
     lean = skeleton(model)
-    for parameter in lean.parameters():
-        if parameter.is_floating_point():
-            if parameter.dtype.itemsize > dtype.itemsize:
-                mark_wide_losses(lean)
-            parameter.data = parameter.data.to(dtype)
+    parameters = [parameter for parameter in lean.parameters() if parameter.is_floating_point()]
+    mark_precision(lean, dtype, wide_losses=any(one.dtype.itemsize > dtype.itemsize for one in parameters))
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
     return lean
 
 

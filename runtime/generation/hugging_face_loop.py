@@ -17,7 +17,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, S
 from passes.torch_compat.module_tables import buffers_of, parameters_of
 from runtime.calls.skeleton import skeleton
 from runtime.execution.engine import Engine
-from runtime.execution.mixed_precision import cast_floats
 from runtime.generation.expanded_images import images_of, with_images_expanded
 from runtime.generation.generating_part import OTHERWISE, generating_part, refuse_adapters_by_row
 from runtime.generation.generation_session import GenerationSession
@@ -61,7 +60,7 @@ class GeneratingModel:
         self.lean: Any = generating_part(engine.model)
         model: Any = skeleton(self.lean)
         self.model = model.eval()
-        self.device, self.compute = engine.layout.device, engine.compute
+        self.device = engine.layout.device
         #: Inputs of the encoder in this generation; None before it is called.
         self._source: dict[str, Any] | None = None
         self._encoded: dict[Any, Any] = {}
@@ -87,8 +86,6 @@ class GeneratingModel:
         self.model.generation_config = copy.deepcopy(self.whole.generation_config)
         if self.lean is not self.whole:
             refuse_adapters_by_row(kwargs)
-        if self.compute is not None:  # as calls in training do
-            args, kwargs = cast_floats((args, kwargs), self.compute)
         result = self.model.generate(*args, **kwargs)
         if isinstance(result, ModelOutput):  # which keeps a field that is set to None
             return type(result)(**{name: value for name, value in result.items() if name != "past_key_values"})

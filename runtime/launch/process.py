@@ -77,9 +77,14 @@ def init(
         )
     else:
         _join(place, chosen, backend, timeout, collective_timeout)
-    atexit.unregister(_leave)  # the group is left once, however often this process joins one
-    atexit.register(_leave)
+    leave_at_exit()
     return Process(place.rank, place.world_size, _local_rank(place), chosen)
+
+
+def leave_at_exit() -> None:
+    """Let this process leave its groups when it ends, whoever made them; once, however often it joins one."""
+    atexit.unregister(_leave)
+    atexit.register(_leave)
 
 
 def _leave() -> None:
@@ -111,6 +116,7 @@ def init_in_round(
     dist.init_process_group(
         {"cuda": "nccl"}.get(device.type, "gloo"), store=store, rank=rank, world_size=world_size, timeout=_span(timeout)
     )
+    leave_at_exit()
     dist.all_reduce(torch.zeros(1, device=device))
     from runtime.torch_compat.process_groups import set_group_timeout
 
@@ -120,6 +126,7 @@ def init_in_round(
 
 def _present(rank: int | None, world_size: int | None, local_rank: int | None, device: str | None) -> Process:
     """Who this process is in the group that it has joined before."""
+    leave_at_exit()
     actual = dist.get_rank(), dist.get_world_size()
     for name, asked, present in (("rank", rank, actual[0]), ("world_size", world_size, actual[1])):
         if asked is not None and asked != present:

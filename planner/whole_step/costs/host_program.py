@@ -56,7 +56,7 @@ class _Builder:
             if name in unit_of:
                 self._operator(name, unit_of[name])
         for name in self.ilp.lattices:
-            unit = unit_of_stream(self.ilp.problem, self.units, unit_of, self.ilp.problem.streams[name])
+            unit = unit_of_stream(self.units, unit_of, self.ilp.problem.streams[name])
             if unit is not None:
                 self._conversions(name, unit)
         for key in list(self.on_device):

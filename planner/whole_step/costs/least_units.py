@@ -84,7 +84,7 @@ def _costs_of_units(shardings: Shardings, units: Sequence[ModelUnit]) -> list[li
             for column, option in zip(columns, problem.elements[name].options, strict=True):
                 by_unit[unit_of[name]][column] = sum(option.compute) if option.sent else option.seconds
     for name in ilp.lattices:
-        unit = unit_of_stream(problem, units, unit_of, problem.streams[name])
+        unit = unit_of_stream(units, unit_of, problem.streams[name])
         if unit is not None:
             for column in (column for columns in ilp.arcs(name) for column in columns):
                 by_unit[unit][column] = ilp.program.costs[column] / units[unit].count

@@ -26,6 +26,7 @@ from planner.sharding_ilp.assignment import Conversion
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
+from planner.whole_step.costs.crossing_forms import CrossingBytes
 from planner.whole_step.costs.launch_counts import LaunchCounts
 from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
@@ -117,13 +118,14 @@ class _FigureReader:
         self.unit_of = unit_of_nodes(step_units.units)
         self.streams_of: dict[int, list[ValueStream]] = defaultdict(list)
         for stream in self.problem.streams.values():
-            unit = unit_of_stream(self.problem, self.units, self.unit_of, stream)
+            unit = unit_of_stream(self.units, self.unit_of, stream)
             if unit is not None:
                 self.streams_of[unit].append(stream)
         self.names = {id(stream): name for name, stream in self.problem.streams.items()}
         self.places: dict[str, Placement] = {}
         self.weights_of = self._weights()
         self.counts = LaunchCounts(space, variant)
+        self.crossing = CrossingBytes(variant, self.units, self.unit_of)
 
     def figures(self, index: int) -> UnitFigures:
         unit = self.units[index]
@@ -140,18 +142,17 @@ class _FigureReader:
         for item in self._conversions(index):
             communication[0] += item.copies * item.arc.forward / unit.count
             communication[1] += item.backward_copies * item.arc.backward / unit.count
-        weights, buffers = self.weights_of[index]
-        entering = [self.values[name] for name in unit.entering]
+        entering, returning = self.crossing.before(index, self.values)
         return UnitFigures(
             unit=unit,
             compute=(compute[0], compute[1]),
             communication=(communication[0], communication[1]),
             weight_backward=weight_backward,
             policies=tuple(self._policies(index)),
-            weights=tuple(weights),
-            buffer_bytes=buffers,
-            entering_bytes=sum(self._local_bytes(value) for value in entering),
-            returning_bytes=sum(self._local_bytes(value) for value in entering if value.requires_grad),
+            weights=tuple(self.weights_of[index][0]),
+            buffer_bytes=self.weights_of[index][1],
+            entering_bytes=entering,
+            returning_bytes=returning,
             launches=self.counts.operators(unit.nodes),
             collective_launches=self.counts.collectives(unit, self._conversions(index)),
         )

@@ -7,6 +7,8 @@ saves.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 from passes.autograd.operator_tables import base_name
 from passes.autograd.recompute_policies import Activations
-from passes.ir.graph import ITEM_SIZE
+from passes.ir.graph import ITEM_SIZE, Node
 from passes.ir.types import I, MeshShape, R, shard_dim
 from passes.rules.expert_rules import is_experts
 from passes.rules.rule import own_collectives
@@ -29,6 +31,33 @@ FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
 _RESHAPE = "aten.reshape"
 _MATMUL, _EINSUM, _LINEAR = "aten.matmul", "aten.einsum", "aten.linear"
 _ATTENTION = "aten.scaled_dot_product_attention"
+
+
+#: Places in memory between neighbours along each dim.
+Strides = tuple[int, ...]
+
+
+def _without_gaps(shape: Sequence[int]) -> Strides:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _reordered(node: Node, strides: Strides) -> Strides | None:
+    """Strides of what an operator makes that changes the order of dims alone; None for others."""
+    operator, dims = base_name(node.op), list(range(len(strides)))
+    if operator == "aten.permute":
+        dims = [dims[dim] for dim in node.args[1]]
+    elif operator == "aten.transpose":
+        first, second = node.args[1:3]
+        dims[first], dims[second] = dims[second], dims[first]
+    else:
+        return None
+    return tuple(strides[dim] for dim in dims)
+
+
+def _is_copied(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether a linear layer must copy its rows to have all dims but the last as one."""
+    rows = [(size, stride) for size, stride in zip(shape[:-1], strides[:-1]) if size > 1]
+    return any(outer != size * inner for (_, outer), (size, inner) in itertools.pairwise(rows))
 
 
 class Sent(NamedTuple):
@@ -143,7 +172,11 @@ class SavedLocals:
                 names = _kept_names(operation, activations)
                 if names is not None:
                     last = place
-                    names = (*names, *storages.multiplied_as_they_came(operation))
+                    copied = storages.copied_by(operation)
+                    names = (
+                        *(name for name in names if name not in copied),
+                        *storages.multiplied_as_they_came(operation),
+                    )
                     # One value may come in twice, in two types: both are kept.
                     saved += [local for local in (*operation.outputs, *operation.inputs) if local.value.name in names]
         convert_of = [storages.brought.get(local) for local in saved]
@@ -187,6 +220,8 @@ class _Storages:
         self.brought: dict[Local, Convert] = {}
         self.weight: dict[Local, Below] = {}
         self._packed: set[Local] = set()
+        #: Views of what a collective brought, with its strides, which may be others than those on one device.
+        self._strides: dict[Local, Strides] = {}
 
     def converted(self, convert: Convert) -> None:
         if convert.forward:
@@ -207,10 +242,25 @@ class _Storages:
                 )
                 if source is not None:
                     self._same(output, source)
+                    self._viewed(compute, output, source)
             elif base_name(compute.node.op) == _RESHAPE and compute.inputs[0] in self._packed:
                 # A collective's result is without gaps, whatever the strides of what was sent: nothing is copied.
                 self._packed.add(output)
                 self._same(output, compute.inputs[0])
+
+    def _viewed(self, compute: Compute, output: Local, source: Local) -> None:
+        """Follow the strides of what a collective brought through a change of the order of its dims."""
+        before = _without_gaps(source.shape) if source in self._packed else self._strides.get(source)
+        strides = None if before is None else _reordered(compute.node, before)
+        if strides is not None:
+            self._strides[output] = strides
+
+    def copied_by(self, compute: Compute) -> frozenset[str]:
+        """Operands that a linear layer copies, where its record on one device knows of a view: rows with gaps."""
+        rows = compute.inputs[0]
+        if base_name(compute.node.op) != _LINEAR or rows not in self._strides:
+            return frozenset()
+        return frozenset((rows.value.name,) if _is_copied(rows.shape, self._strides[rows]) else ())
 
     def multiplied_as_they_came(self, compute: Compute) -> Iterator[str]:
         """Operands of a product that it keeps as a collective brought them, where its record knows of a copy without
