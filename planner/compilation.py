@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models import Cluster
 from cost_models.unequal_devices import in_order
-from passes.capture import refuse_unsupported
+from passes.capture import refuse_inputs, refuse_unsupported
+from passes.capture.nested_values import flatten
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -174,7 +175,7 @@ def engine_for(
     """
     together = ranks_of(mesh, ranks)
     together.together(load_extensions)
-    target, user_plan = together.together(lambda: _read_arguments(model, mesh, cluster, plan))
+    target, user_plan = together.together(lambda: _read_arguments(model, mesh, cluster, plan, example_inputs))
     options = without_defaults(options)
     compared: dict[str, Any] = {
         "constraints": constraints,
@@ -264,10 +265,11 @@ def in_place_of(
 
 
 def _read_arguments(
-    model: nn.Module, mesh: Target, cluster: Cluster | str | None, plan: Plan | str | Path | None
+    model: nn.Module, mesh: Target, cluster: Cluster | str | None, plan: Plan | str | Path | None, example_inputs: Any
 ) -> tuple[DeviceMesh | MeshShape | Plan | Cluster, Plan | None]:
     """The target to run on, and the user's plan, if any."""
     refuse_unsupported(model)
+    refuse_inputs(flatten(example_inputs)[1])
     target = read_target(mesh)
     if isinstance(target, Cluster):
         _refuse_with_cluster(cluster=cluster, plan=plan)

@@ -150,6 +150,31 @@ class SharedLayers(nn.Module):
         return {"loss": F.mse_loss(self.last(x), target)}
 
 
+class Weighed(nn.Module):
+    """A residual layer that a weight of each position scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * weight
+
+
+class SelectedBetweenLayers(nn.Module):
+    """Each layer is passed a part of an input that is selected anew before it, as of the edges of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Weighed() for _ in range(4))
+        self.last = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x, other[..., :1])
+        return {"loss": F.mse_loss(self.last(x), target)}
+
+
 class TwoInputs(nn.Module):
     """The second input joins late; each sample has a weight of its own."""
 

@@ -157,8 +157,26 @@ def test_sparse_tensors_in_forward_are_refused() -> None:
     assert "to_sparse makes a sparse tensor" in refusal(Net(lambda hidden: hidden.to_sparse().to_dense()))
 
 
-def test_sparse_inputs_are_refused() -> None:
+def test_sparse_and_nested_inputs_are_refused() -> None:
     assert "input '0' is a sparse coo tensor" in refusal(Net(), X.to_sparse())
+    ragged = torch.nested.nested_tensor([X, X[:1]])
+    assert "input '0' is a nested tensor" in refusal(Net(), ragged)
+    for unusual in (X.to_sparse(), ragged):
+        with pytest.raises(ValueError, match=r"input 'x' is a .* tensor, which cannot be sharded"):
+            planner.compile(Net(), "dp=1", example_inputs={"x": unusual})
+        parallel = planner.compile(Net(), "dp=1")
+        parallel.train_step(x=X)
+        with pytest.raises(ValueError, match=r"input 'x' is a .* tensor, which cannot be sharded"):
+            parallel.train_step(x=unusual)
+
+
+def test_tensors_of_unlike_dtypes_are_refused_where_they_meet() -> None:
+    """Tracing lets them pass, and a rank that fails when it runs leaves the others of its pipeline waiting."""
+    message = refusal(Net(), X.float())
+    assert "in module 'up' (Linear): aten.linear.default gets tensors of float32, float64, float64" in message
+    assert "x.to(weight.dtype)" in message
+    narrow = Net(lambda hidden: F.conv1d(hidden[:, None], torch.ones(1, 1, 1)).squeeze(1).double())
+    assert "aten.conv1d.default gets tensors of float64, float32" in refusal(narrow)
 
 
 def test_a_branch_on_values_prints_nothing_beside_its_error(capfd: pytest.CaptureFixture[str]) -> None:

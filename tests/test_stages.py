@@ -45,6 +45,7 @@ ADDITIVE: dict[str, type[nn.Module]] = {
     "constants with a batch dim": models.Positions,
     "one layer used again and again": models.SharedLayers,
     "several inputs": models.TwoInputs,
+    "an input selected between layers": models.SelectedBetweenLayers,
 }
 #: Models whose samples depend on each other.
 MIXING: dict[str, type[nn.Module]] = {"root of a mean": models.RootMeanSquare, "batch norm": models.Normalised}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from typing import Any
 
@@ -165,6 +166,14 @@ class TestBatches:
     def test_an_empty_batch_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="batch"):
             planned(llama(), "cpu-local:2", batch=0)
+        with pytest.raises(ValueError, match="the inputs have no samples, and a step is planned for at least one"):
+            planned(mlp(4, 4), "cpu-local:2", inputs=(torch.zeros(0, 4),))
+
+    def test_an_empty_batch_on_a_mesh_has_a_plan_that_ranks_can_send_each_other(self) -> None:
+        inputs = (torch.zeros(0, 4),)
+        plan = planner.plan(mlp(4, 4), "cpu-local:2", mesh="tp=2", example_inputs=inputs, loss_fn=squared)
+        assert (step_of(plan).global_batch, step_of(plan).local_batch) == (0, 1)
+        assert Plan.from_dict(json.loads(plan.to_json())) == plan
 
 
 class TestModels:

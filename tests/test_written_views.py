@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import planner
 from passes.capture import CaptureError, capture
 from tests.capture_parity import graph_loss
 
@@ -51,3 +52,23 @@ def test_what_is_written_through_a_turned_view(name: str) -> None:
 def test_windows_side_by_side_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"writes in place through aten\.unfold"):
         capture(Writes(lambda x: x.unfold(1, 3, 1)), args=(torch.randn(2, 3, 4),))
+
+
+class WritesItsInput(nn.Module):
+    """Masks its input in place, as code does that owns its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0] = 0.0
+        return self.linear(x.mul_(2.0)).sum()
+
+
+def test_what_is_written_to_an_input_stays_in_the_call() -> None:
+    model, x = WritesItsInput(), torch.randn(3, 4)
+    parallel = planner.compile(model, "dp=1", example_inputs={"x": x})
+    before = x.clone()
+    torch.testing.assert_close(parallel.train_step(x=x), model(x.clone()).detach())
+    assert torch.equal(x, before)

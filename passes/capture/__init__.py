@@ -6,7 +6,7 @@ from passes.capture.capture import capture, trace_shapes
 from passes.capture.float64 import keep_float64
 from passes.capture.interpret import interpret
 from passes.capture.nested_values import TrainingOutput
-from passes.capture.refusals import refuse_unsupported
+from passes.capture.refusals import refuse_inputs, refuse_unsupported
 from passes.ir.errors import CaptureError
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "capture",
     "interpret",
     "keep_float64",
+    "refuse_inputs",
     "refuse_unsupported",
     "trace_shapes",
 ]

@@ -174,11 +174,12 @@ def _trace_path(
     flipped: Collection[int] = (),
 ) -> _Trace:
     stand_ins = StandIns(trace_device(), with_symbols=open_dims is not None)
-    call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get, placed)
+    example = FlatCall(model, args, dict(kwargs or {}), loss_fn)
+    refuse_inputs(example.tensors)
+    call = copy_of(example, stand_ins.get, placed)
     call.placed = {id(stand_ins.get(tensor)): place for place, tensor in enumerate(placed)}
     call.returns_placed = returns_placed
     call.device = stand_ins.device
-    refuse_inputs(call.tensors)
     copied = call.model
     if training is not None and training != model.training:
         copied.train(training)

@@ -51,7 +51,9 @@ class _Cutter:
             [part for part in live if part.chunk == index] for index in range(num_chunks)
         ]
         self.easy = made_anywhere(whole.graph)
-        self.makers = {local: operation for operation in sums.body for local in made_by(operation)}
+        # A run of copies that is cut hands values from one piece to the next that only its pieces, in the parts, make.
+        pieces = (operation for part in live for operation in part.operations)
+        self.makers = {local: operation for operation in (*pieces, *sums.body) for local in made_by(operation)}
         self.made_in = {
             local: index
             for index, mine in enumerate(self.parts)

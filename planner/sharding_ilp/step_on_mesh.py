@@ -94,7 +94,7 @@ def _limits(cluster: Mapping[str, Any], dtype: str) -> tuple[float, float]:
 
 
 def _local_batch(samples: int, mesh: MeshShape, inputs: Mapping[str, TensorPlan]) -> int:
-    """The largest number of samples that a device holds of any input."""
+    """The largest number of samples that a device holds of any input; 1 for an empty batch, as plans count from 1."""
     local = [samples]
     for tensor in inputs.values():
         if tensor.shape and tensor.shape[0] == samples:
@@ -102,4 +102,4 @@ def _local_batch(samples: int, mesh: MeshShape, inputs: Mapping[str, TensorPlan]
             for axis, size in enumerate(mesh.sizes):
                 local_samples //= size if shard_dim(tensor.placement[axis]) == 0 else 1
             local.append(local_samples)
-    return min(local)
+    return max(1, min(local))

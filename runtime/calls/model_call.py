@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from passes.capture.nested_values import Structure, flatten, rebuild
+from passes.capture.refusals import refuse_inputs
 from passes.plan import Plan
 from runtime.calls.content_keys import structure_key
 
@@ -68,7 +69,7 @@ def read_call(
     With ``positional=None`` it is kept as it was made (a loss function sees the batch in that form).
 
     Raises:
-        ValueError: if the arguments do not fit the signature of ``forward``.
+        ValueError: if the arguments do not fit the signature of ``forward``, or one is a sparse or nested tensor.
     """
     named = dict(kwargs)
     if positional is not None:
@@ -77,7 +78,9 @@ def read_call(
         args = (*(named.pop(name) for name in first), *args)
     args_structure, tensors = flatten(tuple(args))
     kwargs_structure, more = flatten(named)
-    return ModelCall(tuple(args), named, (args_structure, kwargs_structure), {**tensors, **more})
+    tensors |= more
+    refuse_inputs(tensors)
+    return ModelCall(tuple(args), named, (args_structure, kwargs_structure), tensors)
 
 
 def _by_name(

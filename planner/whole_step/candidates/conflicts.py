@@ -43,6 +43,8 @@ def conflict(search: Search) -> str | None:
         return "the model computes nothing that could be planned: its graph has no operators"
     if _possible(search, search.demands):
         return None
+    if not search.level_one.global_batch:
+        return "the inputs have no samples, and a step is planned for at least one: give example inputs that have some"
     names = _minimal(search)
     if not names:
         return (
