@@ -284,7 +284,7 @@ def recurrent_inputs_of_any_dtype() -> Iterator[None]:
 
     def check_input(self: Any, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
         if threading.get_ident() == tracing:
-            input = input.to(self._flat_weights[0].dtype)
+            input = input.to(self.weight_ih_l0.dtype)
         original(self, input, batch_sizes)
 
     nn.RNNBase.check_input = check_input  # type: ignore[method-assign]
