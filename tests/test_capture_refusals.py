@@ -170,15 +170,6 @@ def test_sparse_and_nested_inputs_are_refused() -> None:
             parallel.train_step(x=unusual)
 
 
-def test_tensors_of_unlike_dtypes_are_refused_where_they_meet() -> None:
-    """Tracing lets them pass, and a rank that fails when it runs leaves the others of its pipeline waiting."""
-    message = refusal(Net(), X.float())
-    assert "in module 'up' (Linear): aten.linear.default gets tensors of float32, float64, float64" in message
-    assert "x.to(weight.dtype)" in message
-    narrow = Net(lambda hidden: F.conv1d(hidden[:, None], torch.ones(1, 1, 1)).squeeze(1).double())
-    assert "aten.conv1d.default gets tensors of float64, float32" in refusal(narrow)
-
-
 def test_a_branch_on_values_prints_nothing_beside_its_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert "choose with torch.where" in refusal(Net(lambda h: h if h.sum() > 0 else F.dropout(h)))
     assert capfd.readouterr() == ("", "")

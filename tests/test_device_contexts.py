@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import sys
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import planner
@@ -63,6 +66,36 @@ def test_under_the_autocast_of_a_gpu_dtypes_are_those_of_the_gpu(monkeypatch: py
         torch.set_autocast_dtype("cuda", dtype)
     dtypes = {node.op: node.outputs[0].dtype for node in graph.nodes}
     assert dtypes["aten.linear.default"] == "bfloat16" and dtypes["aten.select_scatter.default"] == "float32"
+
+
+class Classifies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        logits = self.layers[0](x)
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+def test_calls_under_autocast_give_what_the_model_gives_there() -> None:
+    torch.manual_seed(0)
+    model, x, y = Classifies(), torch.randn(6, 8), torch.randint(8, (6,))
+    parallel = planner.compile(copy.deepcopy(model), "dp=1", example_inputs={"x": x, "y": y})
+    for surroundings in (torch.autocast("cpu", torch.bfloat16), contextlib.nullcontext()):
+        model.zero_grad()
+        parallel.zero_grad()
+        with surroundings:
+            expected, outputs = model(x, y), parallel(x, y)
+            loss = parallel.train_step(x=x, y=y)
+        expected["loss"].backward()
+        assert outputs["logits"].dtype == expected["logits"].dtype
+        torch.testing.assert_close(outputs["logits"], expected["logits"])
+        torch.testing.assert_close(loss, expected["loss"].detach())
+        for name, parameter in parallel.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad)  # type: ignore[union-attr]
 
 
 class SplitHeads(nn.Module):

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from passes.canonicalise import CONSTANT, WRITES, cross_entropy, expert_linear, nodes_with_gradient
-from passes.capture.alike_dtypes import refuse_unlike_dtypes
 from passes.capture.naming import Namer, name_wishes
 from passes.capture.nested_values import Path
 from passes.ir.errors import CaptureError
@@ -109,11 +108,9 @@ class _Converter:
 
     def node(self, node: fx.Node) -> Node:
         path, module_class = _place(node)
-        where = f"in module {path!r} ({module_class})"
         if isinstance(node.target, HigherOrderOperator):
-            raise CaptureError(f"{where}: {node.target} cannot be planned: its branches or loops run by the values of "
-                               "tensors")  # fmt: skip
-        refuse_unlike_dtypes(node, where)
+            raise CaptureError(f"in module {path!r} ({module_class}): {node.target} cannot be planned: its branches or "
+                               "loops run by the values of tensors")  # fmt: skip
         values = self.outputs(node, self.wishes[node])
         return Node(
             values[0].name,

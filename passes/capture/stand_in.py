@@ -44,6 +44,12 @@ def trace_device() -> torch.device:
     return torch.device("cpu")
 
 
+def autocast_dtype() -> torch.dtype | None:
+    """The dtype of computation of the autocast around this call, on the device of stand-ins; None where none is on."""
+    kind = trace_device().type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 class OneDevice(TorchFunctionMode):
     """Puts all that a model makes or moves onto ``device``: its forward may name the GPU that it is written for."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from passes.capture import capture, trace_shapes
+from passes.capture.stand_in import autocast_dtype
 from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.fuse import as_planned, pair_rotaries
@@ -259,7 +260,7 @@ class Maker:
 
     def _graph_mode(self) -> Hashable:
         """What a captured graph depends on beside its call."""
-        return self.model.training, self._is_differentiated(), self.watch.key, state_key(self.loss_fn)
+        return self.model.training, self._is_differentiated(), autocast_dtype(), self.watch.key, state_key(self.loss_fn)
 
     def _is_differentiated(self) -> bool:
         """Whether a call in evaluation mode may be differentiated, as a plan of a training step can."""
