@@ -55,11 +55,10 @@
     latency = 22e-6
     bandwidth = 1e9
 
-One device has no links: ``[[devices]]`` with ``count = 1``, and no ``[[levels]]``.
-
-Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes,
-overlap_slowdown and host_seconds may be 0) and, in a file, finite: only ``Cluster.uniform`` has devices and links that
-cost nothing. A preset file may also have a ``[match]`` table, see ``cost_models.live``.
+Ranks are numbered node after node. One device has no links: ``[[devices]]`` with ``count = 1``, and no ``[[levels]]``.
+Every number must be positive (latencies, launch_overhead, reserved_bytes, overlap_slowdown and host_seconds may be 0)
+and, in a file, finite: only ``Cluster.uniform`` has devices and links that cost nothing. A preset file may also have a
+``[match]`` table, see ``cost_models.live``.
 
 **Efficiency.** Kinds are those of ``cost_models.efficiency.KIND_STAND_IN``; a kind without a table takes that of its
 stand-in, and reaches the full peak if that has none either. ``flops`` is the share of the peak rate by the number of

@@ -351,7 +351,10 @@ class UnitPrices:
 
     def _forms(self, value: Value) -> ValueForms:
         """The placements of a value that crosses cuts of the pipeline."""
-        mesh, maker = self.pricing.mesh, self.nodes[self.maker[value.name]]
+        mesh = self.pricing.mesh
+        if value.name not in self.maker:  # an input of the model, where copies of a block carry it on
+            return ValueForms(in_program(self.placements[value.name], value, mesh), {}, ())
+        maker = self.nodes[self.maker[value.name]]
         own = self.place.get(maker.name)
         inside, behind = list[Placement](), list[FormUse]()
         for user in self.users[value.name]:
