@@ -101,7 +101,7 @@ def explain(error: BaseException) -> str:
         "UncapturedHigherOrderOpError": "a control-flow operator (torch.cond, while_loop, …) cannot be planned: its "
         "branches or loops run by the values of tensors; use torch.where",
     }
-    if isinstance(error, NotImplementedError) and "torch._C.Generator" in str(error):
+    if isinstance(error, NotImplementedError) and str(torch.Generator) in str(error):
         return (
             f"torch {torch.__version__} traces no call with generator=: draw from the default generator, or use torch "
             "2.13"

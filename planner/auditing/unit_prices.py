@@ -369,9 +369,11 @@ class UnitPrices:
                 else:
                     behind.append(FormUse(unit, form, repeats))
         steps = ((step[1][0], step[0][2]) for step in self.forward_step.items() if step[0][:2] == (value.name, None))
-        made = self.walked.outputs[maker.name][[one.name for one in maker.outputs].index(value.name)]
+        outputs = dict(zip((one.name for one in maker.outputs), self.walked.outputs[maker.name]))
         following = [in_program(form, value, mesh) for form in self._handed_on(maker.name, value.name)]
-        return ValueForms(in_program(made, value, mesh), sources_of(steps, value, mesh), behind, inside, following)
+        return ValueForms(
+            in_program(outputs[value.name], value, mesh), sources_of(steps, value, mesh), behind, inside, following
+        )
 
     def _asked(self, user: str, value: str) -> list[Placement]:
         """The placements in which an operator takes a value; of what enters a block, the one that copies hand on."""

@@ -36,31 +36,45 @@ def joined_demands(
     Args:
         own: ``Plan.certificate.demands``.
     """
-    left_out: list[str] = []
-    own_fix: dict[str, Any] = {}
-    for name, value in own.get("fix", {}).items():
-        if name in fix:
-            if set(_values(fix[name])) != set(_values(value)):
-                left_out.append(f"fix {_text(name, value)}")
-        elif not set(_values(value)) - set(_values(forbid.get(name, ()))):
-            left_out.append(f"fix {_text(name, value)}")
-        else:
-            own_fix[name] = value
-    axes = [name for name in own_fix if name in AXES]
-    if axes and num_devices % math.prod(_size(name, {**own_fix, **fix}) for name in AXES):
-        left_out += [f"fix {_text(name, own_fix.pop(name))}" for name in axes]
-    own_forbid: dict[str, Any] = {}
-    for name, value in own.get("forbid", {}).items():
-        wished = set(_values(fix.get(name, ())))
-        remaining = [each for each in _values(value) if each not in wished]
-        if len(remaining) < len(_values(value)):
-            left_out.append(f"forbid {_text(name, [each for each in _values(value) if each in wished])}")
-        own_forbid |= {name: remaining} if remaining else {}
+    own_fix, replaced = _own_fix(own.get("fix", {}), fix=fix, forbid=forbid, num_devices=num_devices)
+    own_forbid, allowed = _own_forbid(own.get("forbid", {}), fix=fix)
     both = {
         name: list(dict.fromkeys((*_values(own_forbid.get(name, ())), *_values(forbid.get(name, ())))))
         for name in {**own_forbid, **forbid}
     }
-    return JoinedDemands({**own_fix, **fix}, both, tuple(left_out))
+    return JoinedDemands({**own_fix, **fix}, both, (*replaced, *allowed))
+
+
+def _own_fix(
+    own: Mapping[str, Any], *, fix: Mapping[str, Any], forbid: Mapping[str, Any], num_devices: int
+) -> tuple[dict[str, Any], list[str]]:
+    """What a plan fixes that the wish leaves as it is, and in words what it does not."""
+    remaining: dict[str, Any] = {}
+    left_out = []
+    for name, value in own.items():
+        is_forbidden = not set(_values(value)) - set(_values(forbid.get(name, ())))
+        if name not in fix and not is_forbidden:
+            remaining[name] = value
+        elif name not in fix or set(_values(fix[name])) != set(_values(value)):
+            left_out.append(f"fix {_text(name, value)}")
+    axes = [name for name in remaining if name in AXES]
+    if axes and num_devices % math.prod(_size(name, {**remaining, **fix}) for name in AXES):
+        left_out += [f"fix {_text(name, remaining.pop(name))}" for name in axes]
+    return remaining, left_out
+
+
+def _own_forbid(own: Mapping[str, Any], *, fix: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a plan forbids that the wish does not fix, and in words what it does."""
+    remaining: dict[str, Any] = {}
+    left_out = []
+    for name, value in own.items():
+        wished = set(_values(fix.get(name, ())))
+        others = [each for each in _values(value) if each not in wished]
+        if others:
+            remaining[name] = others
+        if len(others) < len(_values(value)):
+            left_out.append(f"forbid {_text(name, [each for each in _values(value) if each in wished])}")
+    return remaining, left_out
 
 
 def _values(value: Any) -> tuple[Any, ...]:
