@@ -84,6 +84,7 @@ def test_calls_under_autocast_give_what_the_model_gives_there() -> None:
     torch.manual_seed(0)
     model, x, y = Classifies(), torch.randn(6, 8), torch.randint(8, (6,))
     parallel = planner.compile(copy.deepcopy(model), "dp=1", example_inputs={"x": x, "y": y})
+    programs = []
     for surroundings in (torch.autocast("cpu", torch.bfloat16), contextlib.nullcontext()):
         model.zero_grad()
         parallel.zero_grad()
@@ -91,11 +92,13 @@ def test_calls_under_autocast_give_what_the_model_gives_there() -> None:
             expected, outputs = model(x, y), parallel(x, y)
             loss = parallel.train_step(x=x, y=y)
         expected["loss"].backward()
+        programs.append(parallel._engine._maker.latest)
         assert outputs["logits"].dtype == expected["logits"].dtype
         torch.testing.assert_close(outputs["logits"], expected["logits"])
         torch.testing.assert_close(loss, expected["loss"].detach())
         for name, parameter in parallel.named_parameters():
             torch.testing.assert_close(parameter.grad.full_tensor(), model.get_parameter(name).grad)  # type: ignore[union-attr]
+    assert programs[0] is not programs[1]  # stages of a pipeline send what was traced: bfloat16, float32
 
 
 class SplitHeads(nn.Module):
