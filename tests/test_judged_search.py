@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import planner
 from cost_models.schedules import SCHEDULES
 from passes.plan import Plan
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL
-from planner.whole_step.candidates.candidates import is_offered
+from planner.whole_step.candidates.candidates import Candidate, is_offered
 from planner.whole_step.judged_search import JudgedSearch
 from planner.whole_step.judging import CLEARLY
 from planner.whole_step.result.outcome import StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, judge, searched_if_open
 from planner.whole_step.result.uniform_plans import versions
+from planner.whole_step.search_entry import SearchEntry
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -63,16 +65,36 @@ def test_no_schedule_that_is_fixed_gives_a_clearly_faster_plan(
     assert plan.certificate.demands["fix"] == {name: [value] for name, value in fix.items()}
 
 
-def test_the_layout_of_a_plan_is_tried_under_schedules_that_play_faster_than_they_are_priced() -> None:
+def test_the_layout_of_a_plan_is_tried_under_schedules_that_play_faster_than_they_are_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two chunks a rank, uneven by the vocabulary and by memory: the closed form holds them for slower than ZB-H1."""
     options: dict[str, Any] = {"global_batch": 128, "seq_len": 512}
     fix = {"pp": 8, "dp": 2, "num_microbatches": 16}
+    searches = searches_of_candidates(monkeypatch)
     plan = planner.plan("llama-3-8b", "8x-rtx4090:2", fix=fix, **options)
+    assert searches and all(len(numbers) == 1 for numbers in searches.values()), "a candidate is solved twice"
     other = planner.plan("llama-3-8b", "8x-rtx4090:2", fix={**fix, "schedule": "zb_h1"}, **options)
     assert plan.step.schedule in ("zbv", "dualpipev")
     assert plan.certificate.demands["fix"] == {name: [value] for name, value in fix.items()}
     assert plan.certificate.objective > other.certificate.objective
     assert plan.step.costs.simulated < other.step.costs.simulated * (1.0 - CLEARLY)
+    alone = planner.plan("llama-3-8b", "8x-rtx4090:2", fix={**fix, "schedule": plan.step.schedule}, **options)
+    assert plan.certificate.bound <= alone.certificate.bound
+
+
+def searches_of_candidates(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, set[int]]:
+    """By candidate, the numbers of the judged searches that solve its stages, filled as these run."""
+    searches: dict[Candidate, set[int]] = {}
+    numbers: dict[JudgedSearch, int] = {}
+    solve = JudgedSearch._solve
+
+    def recorded(search: JudgedSearch, entry: SearchEntry) -> Iterable[SearchEntry]:
+        searches.setdefault(entry.candidate, set()).add(numbers.setdefault(search, len(numbers)))
+        return solve(search, entry)
+
+    monkeypatch.setattr(JudgedSearch, "_solve", recorded)
+    return searches
 
 
 def test_a_solution_is_judged_in_its_fastest_version(monkeypatch: pytest.MonkeyPatch) -> None:

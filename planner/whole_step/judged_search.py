@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from cost_models.schedules import SCHEDULES
 from cost_models.step_time import layer_sum, least_simulated
 from planner.pipeline_ilp.stage_problem import as_step
+from planner.solvers.linear import OPTIMAL
 from planner.whole_step.best_first import KEPT, Search
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
@@ -56,11 +58,28 @@ class JudgedSearch(CappedSearch):
         #: again.
         self.next_limit, self.tied = self.limit, -math.inf
         self.simulated: dict[Candidate, float] = {}
+        #: Candidates whose stages were solved, each with the price of bytes of its sharding.
+        self.tried: set[tuple[Candidate, float]] = set()
 
     def go_on_from(self, other: Search) -> None:
         """The same without the solutions, which ``limit`` leaves out until they are judged."""
         super().go_on_from(other)
         self.solutions = []
+
+    def leave_out(self, searched: JudgedSearch) -> None:
+        """Try no candidate again that ``searched``, for what takes less than more, has solved or bounded; what it has
+        proved counts here. Of what a limit kept it from nothing is left out."""
+        is_whole = searched.status == OPTIMAL
+        waiting = {
+            undivided(entry.candidate)
+            for entry in searched.left
+            if not is_whole and (entry.candidate, entry.weight) not in searched.tried
+        }
+        for entry in searched.left:
+            candidate = undivided(entry.candidate)
+            if entry.family is None and candidate not in waiting:
+                self.left.append(entry)
+                self.finished.add(candidate)
 
     def _cutoff(self) -> float:
         return self.limit
@@ -77,6 +96,7 @@ class JudgedSearch(CappedSearch):
 
     def _solve(self, entry: SearchEntry) -> Iterable[SearchEntry]:
         self.tied = -math.inf if entry.effort else entry.bound * (1.0 + TIED)
+        self.tried.add((entry.candidate, entry.weight))
         return super()._solve(entry)
 
     def _is_worth_more(self, bound: float) -> bool:
@@ -108,6 +128,11 @@ class JudgedSearch(CappedSearch):
             if least < best.report.seconds and fits_on_host(self, version):
                 best = min(best, judge(version), key=lambda each: each.report.seconds)
         return best
+
+
+def undivided(candidate: Candidate) -> Candidate:
+    """A candidate before it is said over how many data ranks ZeRO divides."""
+    return replace(candidate, layout=replace(candidate.layout, zero_ranks=0))
 
 
 def left_out_schedules(search: Search) -> Demands | None:
@@ -158,14 +183,23 @@ def within_limits(search: Search) -> Demands | None:
 
 
 def judged_search(
-    search: Search, demands: Demands, *, limit: float, proved: float = math.inf, uneven: float = 0.0
-) -> tuple[Search, Outcome]:
+    search: Search,
+    demands: Demands,
+    *,
+    limit: float,
+    proved: float = math.inf,
+    uneven: float = 0.0,
+    searched: JudgedSearch | None = None,
+) -> tuple[JudgedSearch, Outcome]:
     """The search, after ``search``, for plans that take less than ``limit`` simulated seconds, and its outcome.
 
     Args:
         proved: the bound of the plan that these would replace.
         uneven: the share by which their closed forms may be slower than ``limit``.
+        searched: an earlier one, for plans that take less than more: its candidates are not tried again.
     """
     after = JudgedSearch(search.level_one, search.cluster, demands, limit=limit, proved=proved, uneven=uneven)
     after.go_on_from(search)
+    if searched is not None:
+        after.leave_out(searched)
     return after, within_hosts(after, after.run())

@@ -23,8 +23,9 @@ from passes.repeats.repeated_blocks import BlockRun
 from planner.pipeline_ilp.stage_problem import ROUNDING
 from planner.sharding_ilp.folding import BETTER
 from planner.solvers.collection import no_collection
-from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, STOPPED, TIME_LIMIT
+from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
 from planner.whole_step.best_first import Search
+from planner.whole_step.beyond_closed_form import BeyondClosedForm
 from planner.whole_step.candidates.demands import AXES, Demands, is_number
 from planner.whole_step.candidates.expert_layouts import data_experts
 from planner.whole_step.candidates.infeasible import infeasible, infeasible_on_unequal
@@ -36,8 +37,8 @@ from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.stage_devices import level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.devices_alone import faster_alone
-from planner.whole_step.judged_search import UNEVEN, judged_search, left_out_schedules, other_schedules, within_limits
-from planner.whole_step.judging import CLEARLY, PROVED, ROUNDED, judged_best
+from planner.whole_step.judged_search import judged_search, left_out_schedules
+from planner.whole_step.judging import PROVED, ROUNDED, judged_best
 from planner.whole_step.offloading import (
     fits_on_host,
     host_too_small,
@@ -53,10 +54,8 @@ from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import (
     Judged,
     alternative_of,
-    continued,
     extract,
     judge,
-    proved_as,
     searched_if_open,
     unproved_if_open,
     with_bound,
@@ -259,7 +258,8 @@ class _Planner:
 
     def beside_longer_blocks(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution, or of a search with longer blocks if that is faster."""
-        best = self.beyond_closed_form(cluster, search, self.chosen_of(cluster, demands, search, outcome))
+        plan = self.chosen_of(cluster, demands, search, outcome)
+        best = BeyondClosedForm(cluster, search, self.pins, self.solutions).best(plan)
         unlike = UnlikeCopies(search)
         if cluster.has_unequal_devices or not unlike.may_gain(outcome):
             return best
@@ -277,45 +277,6 @@ class _Planner:
             if not UnlikeCopies(search).may_gain(outcome):
                 break
         return best
-
-    def beyond_closed_form(self, cluster: Cluster, search: Search, plan: Plan) -> Plan:
-        """The plan, or one that the simulator has as clearly faster: among those that a promise of the closed form
-        pruned, or under a schedule that the search leaves out."""
-        is_open = plan.certificate.gap > max(search.demands.gap, PROVED) * (1.0 + ROUNDING)
-        if is_open and plan.certificate.status.startswith(OPTIMAL) and (rest := within_limits(search)) is not None:
-            faster = self.faster_in_simulator(cluster, search, rest, plan)
-            bound = max(plan.certificate.bound, faster.certificate.bound)
-            plan = continued(faster, plan.certificate, bound=bound)
-        if (rest := left_out_schedules(search)) is not None:
-            faster = self.faster_in_simulator(cluster, search, rest, plan)
-            bound = min(plan.certificate.bound, faster.certificate.bound)
-            plan = continued(faster, plan.certificate, bound=bound)
-        solution, seconds = self.solutions[id(plan.step)][1], plan.step.costs.simulated * (1.0 - CLEARLY)
-        if (rest := other_schedules(search, solution, seconds=seconds)) is not None:
-            faster = self.faster_in_simulator(cluster, search, rest, plan, uneven=UNEVEN)
-            plan = proved_as(faster, plan.certificate)
-        return plan
-
-    def faster_in_simulator(
-        self, cluster: Cluster, search: Search, rest: Demands, plan: Plan, *, uneven: float = 0.0
-    ) -> Plan:
-        """The plan, or a clearly faster one that the demands ``rest`` allow; ``uneven``: the share by which its closed
-        form may be slower."""
-        seconds = plan.step.costs.simulated * (1.0 - CLEARLY)
-        other, outcome = judged_search(search, rest, limit=seconds, proved=plan.certificate.bound, uneven=uneven)
-        if not outcome.solutions:
-            return plan
-        best, others = judged_best(rest, other, outcome, ())
-        if best.report.seconds >= seconds:
-            return plan
-        rivals = [judge(self.solutions[id(plan.step)][1]), *others]
-        outcome = dataclasses.replace(outcome, counts=search.counts + other.counts)
-        faster = extract(other, outcome, best, rivals, cluster=cluster, constraints=self.pins)
-        alternatives = {each.what: each for each in (*faster.step.alternatives, *plan.step.alternatives)}
-        step = dataclasses.replace(faster.step, alternatives=tuple(alternatives.values()))
-        faster = dataclasses.replace(faster, step=step)
-        self.solutions[id(faster.step)] = faster, best.solution
-        return faster
 
     def with_blocks(self, blocks: tuple[BlockRun, ...]) -> _Planner:
         """The same with other blocks, whose copies are planned alike."""

@@ -105,9 +105,10 @@ def continued(plan: Plan, before: Certificate, *, bound: float) -> Plan:
 
 
 def proved_as(plan: Plan, before: Certificate) -> Plan:
-    """A plan that a search of some candidates found, under what a search of all has proved and was asked for."""
+    """A plan that a search of some candidates found, under what a search of all was asked for, and what both prove."""
+    bound = min(before.bound, plan.certificate.bound)
     certificate = dataclasses.replace(plan.certificate, status=before.status, demands=before.demands)
-    return with_bound(dataclasses.replace(plan, certificate=certificate), before.bound)
+    return with_bound(dataclasses.replace(plan, certificate=certificate), bound)
 
 
 def searched_if_open(plan: Plan, *, gap: float, gave_up: bool = False) -> Plan:
