@@ -8,6 +8,8 @@ from transformers import LlamaConfig
 import planner
 from cost_models import Cluster
 from cost_models.memory import HEADROOM, reserved_bytes
+from planner.pipeline_ilp.stage_problem import StageProblem
+from planner.pipeline_ilp.stage_search import StageSolution
 from planner.planning import capture_for_planning
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
@@ -15,7 +17,7 @@ from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.plan_step import plan_step
-from planner.whole_step.result.lighter import fullest
+from planner.whole_step.result.lighter import FastEnough, fullest
 from planner.whole_step.result.plan_of_solution import judge
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -34,6 +36,23 @@ def test_of_plans_that_are_equally_fast_the_lighter_is_taken() -> None:
     assert step is not None
     assert max(rank.total for rank in step.memory) <= 0.95 * fullest(first)
     assert step.costs.simulated <= first.report.seconds * (1 + search.demands.gap)
+
+
+def test_what_did_not_do_in_more_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the shardings that are tried two are the same to the stages, and none is fast enough in less memory."""
+    unsolved: list[tuple[StageProblem, float]] = []
+    stages = FastEnough._stages
+
+    def recorded(self: FastEnough, problem: StageProblem, memory: float) -> StageSolution | None:
+        assert not any(problem == other and memory <= most for other, most in unsolved)
+        solution = stages(self, problem, memory)
+        if solution is None:
+            unsolved.append((problem, memory))
+        return solution
+
+    monkeypatch.setattr(FastEnough, "_stages", recorded)
+    plan = planner.plan(CONFIG, "dgx-v100-32g:1x4", batch_size=64, seq_len=512, fix={"tp": 2, "pp": 2})
+    assert unsolved and plan.certificate.gap <= 0.01
 
 
 @pytest.mark.parametrize("share", [0.6, 0.8])

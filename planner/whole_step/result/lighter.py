@@ -7,13 +7,14 @@ shardings that price memory, or stages that recompute or shard a little more whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from cost_models.schedules import SCHEDULES
 from cost_models.step_time import step_memory
 from planner.pipeline_ilp.posed_problem import quick_bound
 from planner.pipeline_ilp.stage_ilp import solve_stages
-from planner.pipeline_ilp.stage_problem import as_step
+from planner.pipeline_ilp.stage_problem import StageProblem, as_step
+from planner.pipeline_ilp.stage_search import StageSolution
 from planner.whole_step.best_first import DIVE_EFFORT, Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
 from planner.whole_step.costs.byte_weights import BYTE_WEIGHTS
@@ -69,17 +70,17 @@ def num_collectives(solution: StepSolution) -> float:
 
 def _lighter(search: Search, solution: StepSolution, slowest: float) -> Iterator[StepSolution]:
     """Yield solutions of the same layout and schedule in ever less memory: other shardings, other micro-batches."""
-    best = solution
+    best, fast = solution, FastEnough(slowest, search.demands.solver)
     for candidate, sharded in _shardings(search, solution.candidate, slowest):
         other = replace(solution, candidate=candidate, sharded=sharded, problem=search.problem(candidate, sharded))
-        fitting = _within(other, memory_of(best) * (1.0 - MUCH), slowest, search.demands.solver)
+        fitting = fast.within(other, memory_of(best) * (1.0 - MUCH))
         if fitting is not None:
             best = fitting
             yield best
     low, high = 0.0, memory_of(best)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        fitting = _within(best, middle, slowest, search.demands.solver)
+        fitting = fast.within(best, middle)
         if fitting is None:
             low = middle
             continue
@@ -116,13 +117,32 @@ def memory_of(solution: StepSolution) -> float:
     return max(step_memory(as_step(solution.problem, solution.assignment)))
 
 
-def _within(solution: StepSolution, memory: float, slowest: float, solver: str) -> StepSolution | None:
-    """The solution within ``memory`` bytes on each device; None if it is too slow, or not solved within the effort."""
-    problem = replace(solution.problem, memory=tuple(min(memory, limit) for limit in solution.problem.memory))
-    cutoff = slowest * (1.0 + 1e-9)
-    if quick_bound(problem, cutoff=cutoff) >= cutoff:
-        return None
-    solved = solve_stages(problem, effort=DIVE_EFFORT, cutoff=cutoff, gap=PRECISION, solver=solver)
-    if solved is None or solved.assignment is None:
-        return None
-    return replace(solution, stages=solved)
+@dataclass
+class FastEnough:
+    """Looks for solutions that take no more than ``slowest`` seconds in little memory."""
+
+    slowest: float
+    solver: str
+    #: Problems without such a solution, or for which the effort did not suffice, each with the most bytes tried.
+    unsolved: list[tuple[StageProblem, float]] = field(default_factory=list)
+
+    def within(self, solution: StepSolution, memory: float) -> StepSolution | None:
+        """The solution within ``memory`` bytes on each device; None if it is too slow, or not solved within the effort.
+
+        What other shardings have in common, or what did not do in more memory, is not tried again.
+        """
+        if any(memory <= most and solution.problem == problem for problem, most in self.unsolved):
+            return None
+        stages = self._stages(solution.problem, memory)
+        if stages is None:
+            self.unsolved.append((solution.problem, memory))
+            return None
+        return replace(solution, stages=stages)
+
+    def _stages(self, problem: StageProblem, memory: float) -> StageSolution | None:
+        problem = replace(problem, memory=tuple(min(memory, limit) for limit in problem.memory))
+        cutoff = self.slowest * (1.0 + 1e-9)
+        if quick_bound(problem, cutoff=cutoff) >= cutoff:
+            return None
+        solved = solve_stages(problem, effort=DIVE_EFFORT, cutoff=cutoff, gap=PRECISION, solver=self.solver)
+        return None if solved is None or solved.assignment is None else solved
