@@ -7,6 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import (
     Judged,
     alternative_of,
+    continued,
     extract,
     judge,
     searched_if_open,
@@ -118,6 +120,18 @@ def check_objective(objective: str, target_seconds: float | None) -> None:
         raise ValueError('target_seconds goes with objective="devices": give both or neither')
     if target_seconds is not None and not (is_number(target_seconds) and 0 < target_seconds < math.inf):
         raise ValueError(f"target_seconds must be a positive number of seconds, got {target_seconds!r}")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The best of a search's solutions, those beside it, and experts' layouts that divide only data."""
+
+    demands: Demands
+    search: Search
+    outcome: Outcome
+    experts: Sequence[Judged]
+    best: Judged
+    others: list[Judged]
 
 
 class _Planner:
@@ -258,8 +272,7 @@ class _Planner:
 
     def beside_longer_blocks(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution, or of a search with longer blocks if that is faster."""
-        plan = self.chosen_of(cluster, demands, search, outcome)
-        best = BeyondClosedForm(cluster, search, self.pins, self.solutions).best(plan)
+        best = self.beside_closed_form(cluster, search, self.chosen_of(cluster, demands, search, outcome))
         unlike = UnlikeCopies(search)
         if cluster.has_unequal_devices or not unlike.may_gain(outcome):
             return best
@@ -271,7 +284,7 @@ class _Planner:
             search, outcome = longer.search(cluster, rest)
             if not outcome.solutions:
                 continue
-            plan = longer.chosen_of(cluster, demands, search, outcome)
+            plan = longer.extracted(cluster, longer.lightest(longer.chosen_of(cluster, demands, search, outcome)))
             if plan.step.costs.simulated < best.step.costs.simulated * (1.0 - BETTER):
                 best = plan
             if not UnlikeCopies(search).may_gain(outcome):
@@ -284,17 +297,28 @@ class _Planner:
         other.pose(blocks)
         return other
 
-    def chosen_of(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
-        """The plan of a search's best solution; if that is not proved, of a search with a smaller gap."""
+    def beside_closed_form(self, cluster: Cluster, search: Search, chosen: Chosen) -> Plan:
+        """The plan of what was chosen, in the least memory; or one that the simulator has as clearly faster."""
+        plan = self.extracted(cluster, chosen)
+        best = BeyondClosedForm(cluster, search, self.pins, self.solutions).best(plan)
+        if best.step is not plan.step or (lighter := self.lightest(chosen)) is chosen:
+            return best
+        return continued(self.extracted(cluster, lighter), best.certificate, bound=best.certificate.bound)
+
+    def chosen_of(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Chosen:
+        """What a search's best solution is; if that is not proved, of a search with a smaller gap."""
         experts = _data_experts(search, cluster, demands)
         best, others = judged_best(demands, search, outcome, experts)
         gap = _gap_to_prove(best, outcome)
         if gap is not None:
             search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
             best, others = judged_best(demands, search, outcome, experts)
-        if outcome.status != TIME_LIMIT:
-            best = self.lightest(demands, search, outcome, experts, best, others)
-        plan = extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+        return Chosen(demands, search, outcome, experts, best, others)
+
+    def extracted(self, cluster: Cluster, chosen: Chosen) -> Plan:
+        """The plan of what was chosen, whose solution is recorded."""
+        best, others = chosen.best, chosen.others
+        plan = extract(chosen.search, chosen.outcome, best, others, cluster=cluster, constraints=self.pins)
         self.solutions[id(plan.step)] = plan, best.solution
         return plan
 
@@ -313,24 +337,21 @@ class _Planner:
         proved, bound = max(outcome.proved, again.proved), max(outcome.bound, again.bound)
         return search, dataclasses.replace(again, solutions=solutions, bound=bound, of_all_shardings=proved)
 
-    def lightest(
-        self,
-        demands: Demands,
-        search: Search,
-        outcome: Outcome,
-        experts: Sequence[Judged],
-        best: Judged,
-        others: list[Judged],
-    ) -> Judged:
-        """``best``, or a solution in less memory: within half the gap, still proved, no slower than an expert."""
-        tie = 1.0 + demands.gap / 2
+    def lightest(self, chosen: Chosen) -> Chosen:
+        """The same, or with a solution in less memory as the best: within half the gap, still proved, no slower than an
+        expert. The same, too, if time is out."""
+        best, outcome = chosen.best, chosen.outcome
+        if outcome.status == TIME_LIMIT:
+            return chosen
+        tie = 1.0 + chosen.demands.gap / 2
         proved = max(best.solution.seconds, outcome.bound / (1.0 - ROUNDED * PROVED))
         slowest = min(best.solution.seconds * tie, proved)
-        simulated = max(
-            best.report.seconds, min([best.report.seconds * tie, *(expert.report.seconds for expert in experts)])
-        )
-        lighter = lightest(search, best, others, slowest=slowest, simulated=simulated)
-        return lighter if fits_on_host(search, lighter.solution) else best
+        fastest_expert = min((expert.report.seconds for expert in chosen.experts), default=math.inf)
+        simulated = max(best.report.seconds, min(best.report.seconds * tie, fastest_expert))
+        lighter = lightest(chosen.search, best, chosen.others, slowest=slowest, simulated=simulated)
+        if lighter is best or not fits_on_host(chosen.search, lighter.solution):
+            return chosen
+        return dataclasses.replace(chosen, best=lighter)
 
     def plainest(self, cluster: Cluster) -> Plan:
         """The plainest plan that predictions do not tell apart from the fastest, which is its first runner-up."""
