@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,10 +15,12 @@ from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.pipeline_ilp.stage_problem import folded, undominated
 from planner.pipeline_ilp.stage_program import StageProgram
 from planner.pipeline_ilp.stage_proofs import Proofs
-from planner.pipeline_ilp.stage_search import StageSearch
+from planner.pipeline_ilp.stage_search import NOTHING_FOUND, StageSearch, StageSolution
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, LinearSolution
-from planner.whole_step.best_first import Search
+from planner.whole_step import best_first
+from planner.whole_step.best_first import STAGE_EFFORT, Search
 from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.judged_search import JudgedSearch
 from planner.whole_step.search_entry import SearchEntry
@@ -109,13 +113,26 @@ def test_a_candidate_whose_bound_hardly_rises_is_not_solved_with_more_effort_aga
     assert not first.is_stuck(1.0, cutoff=1.1)
 
 
+def test_a_later_search_tries_what_is_stuck_once_as_hard(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsolved = StageSolution(None, math.inf, 1.0, NOTHING_FOUND)
+    monkeypatch.setattr(best_first, "solve_stages", lambda problem, **options: unsolved)
+    search = Search.__new__(Search)
+    vars(search).update(counts=Counter(), demands=Demands(), left=[], solutions=[], diving=False)
+    vars(search).update(stage_programs=0.0, deadline=math.inf, order=itertools.count())
+    candidate = Candidate(MeshLayout(2, 1, 1, 1), local_batch=1, num_microbatches=4, schedule="zbv", chunks_per_rank=2)
+    entry: Any = SearchEntry(1.0, 0, candidate, sharded=cast(Any, object()), problem=cast(Any, object()))
+    (harder,) = search._solve(entry)
+    assert harder.effort == 2 * STAGE_EFFORT and list(search._solve(harder)) == []
+    assert [each.effort for each in search.left] == [harder.effort]
+
+
 def test_candidates_of_nearly_one_bound_are_solved_before_one_is_to_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "_advance", lambda search, entry: [])
     monkeypatch.setattr(Search, "_solve", lambda search, entry: [])
-    search = judged(limit=10.0, next_limit=9.0, tied=-math.inf)
+    search = judged(limit=10.0, next_limit=9.0, tied=-math.inf, tried=set())
 
     def entry(bound: float, effort: float = 0.0) -> Any:
-        return SimpleNamespace(bound=bound, effort=effort)
+        return SimpleNamespace(bound=bound, effort=effort, candidate=None, weight=0.0)
 
     search._solve(entry(5.0))
     search._advance(entry(5.01))

@@ -394,8 +394,7 @@ class Search(BoundedSearch):
 
     def _solve(self, entry: SearchEntry) -> Iterable[SearchEntry]:
         assert entry.sharded is not None and entry.problem is not None
-        if not entry.effort:
-            self.counts["solved"] += 1
+        self.counts["solved"] += not entry.effort
         gap = self.demands.gap / 2
         cutoff, gap_to_cutoff = self._stage_cutoff(gap)
         effort = entry.effort or (DIVE_EFFORT if self.diving else STAGE_EFFORT)
@@ -417,8 +416,9 @@ class Search(BoundedSearch):
             self._add(StepSolution(entry.candidate, entry.sharded, entry.problem, solved))
         bound = max(entry.bound, solved.bound)
         ended = solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff()
-        if ended or not self._is_worth_more(bound) or entry.is_stuck(bound, cutoff=self._cutoff()):
-            self.left.append(replace(entry, bound=bound, effort=0.0))
+        is_stuck = not ended and entry.is_stuck(bound, cutoff=self._cutoff())
+        if ended or is_stuck or not self._is_worth_more(bound):  # what is stuck a later search tries once, as hard
+            self.left.append(replace(entry, bound=bound, effort=effort * is_stuck))
             self.counts["pruned by bound"] += solved.assignment is None
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
