@@ -23,6 +23,8 @@ STYLES: Mapping[str, str] = {
 def _style(layer: TensorLayer) -> str:
     if layer.role == "column" and (layer.is_head or layer.gathered):
         return "colwise_gather_output"
+    if layer.takes_whole:
+        return "rowwise_split_input"
     return STYLES[layer.role]
 
 
