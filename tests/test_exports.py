@@ -232,6 +232,16 @@ def test_weights_in_parts_that_are_gathered_for_use_are_no_columns(tmp_path: Pat
         assert "tp: model.layers.*.self_attn.q_proj is whole, the tokens are cut: it has column or row" in sentences
 
 
+def test_cut_layers_that_transformers_cannot_split_are_listed() -> None:
+    pins = {"*mlp.c_fc": {"tp": "cut n"}, "*mlp.c_proj": {"tp": "cut k"}}
+    fix = {"tp": 2, "dp": 1}
+    plan = planner.plan("tiny-gpt2", "dgx-h100:1x2", global_batch=8, seq_len=32, fix=fix, constraints=pins)
+    assert plan.export("transformers-tp").inexpressible == tuple(
+        f"tp: transformer.h.*.mlp.{name} keeps its matrix transposed (Conv1D): linear layers alone are cut there"
+        for name in ("c_fc", "c_proj")
+    )
+
+
 def test_layers_that_exchange_their_rows_are_columns_and_rows_that_overlap() -> None:
     pins = {
         **{f"*{name}_proj": {"tp": "cut n from b0"} for name in ("q", "k", "v", "gate", "up")},

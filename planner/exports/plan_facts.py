@@ -25,6 +25,8 @@ _FEWER_BYTES = {"full": frozenset(("full", "selective")), "regather": frozenset(
 #: Bytes of what a loss over all samples is made of at most: its sum, or the count of its tokens.
 _NUMBERS = 8
 _EMBEDDINGS = frozenset(("aten.embedding.default", "meshwright.embedding.default"))
+#: What a module does to a matrix of [inputs, outputs] before it multiplies by it.
+_TRANSPOSES = frozenset(("aten.transpose.int", "aten.t.default"))
 #: As graphs have them: torch's ``chunk`` and ``split`` become the first.
 _SPLITS = frozenset(("aten.split_with_sizes.default", "aten.unbind.int"))
 
@@ -37,6 +39,7 @@ class TensorLayer:
         gathered: its cut output is gathered at once.
         in_pieces: the module around it splits tensors into pieces, as attention does with query, key and value in one.
         rows: of an embedding's matrix, of which rows are picked; else 0.
+        is_transposed: its matrix is kept as [inputs, outputs], as transformers' ``Conv1D`` does.
         takes_whole: a row layer behind no column layer whose output stays cut: Python code hands it all features.
     """
 
@@ -46,6 +49,7 @@ class TensorLayer:
     in_pieces: bool = False
     is_head: bool = False
     rows: int = 0
+    is_transposed: bool = False
     takes_whole: bool = False
 
     @property
@@ -229,10 +233,13 @@ class PlanFacts:
             return ()
         layers: list[TensorLayer] = []
         is_cut = False  # what the layers since the last row layer give
+        transposed: set[str] = set()
         for key, node in self.plan.nodes.items():
             module = key.split(":", 1)[0]
             weight = self.plan.states.get(f"{module}.weight")
-            if weight is not None and len(weight.shape) == 2:
+            if node.op in _TRANSPOSES:
+                transposed.add(module)
+            elif weight is not None and len(weight.shape) == 2:
                 role = _role(node, self._cut_as_used(f"{module}.weight", place), place)
                 is_head = role != "vocabulary" and not self._in_block(module) and node.op not in _EMBEDDINGS
                 rows = weight.shape[0] if node.op in _EMBEDDINGS else 0
@@ -243,6 +250,7 @@ class PlanFacts:
                     in_pieces=module.rpartition(".")[0] in self._splitting_modules,
                     is_head=is_head,
                     rows=rows,
+                    is_transposed=module in transposed,
                     takes_whole=role == "row" and not is_cut,
                 )
                 is_cut = role != "row" and (is_cut or (role == "column" and not layer.gathered))

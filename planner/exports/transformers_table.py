@@ -42,6 +42,13 @@ def _gathered_logits(facts: PlanFacts) -> Iterator[str]:
             yield f"tp: {layer.pattern} is whole and its tokens are cut: it computes all tokens there"
 
 
+def _transposed(facts: PlanFacts) -> Iterator[str]:
+    """Cut layers that are no ``nn.Linear``: transformers raises where it is to split one."""
+    for layer in {layer.pattern: layer for layer in facts.tensor_layers}.values():
+        if layer.is_transposed and layer.role in ("column", "row"):
+            yield f"tp: {layer.pattern} keeps its matrix transposed (Conv1D): linear layers alone are cut there"
+
+
 TRANSFORMERS_TP = Framework(
     name="transformers-tp",
     project="transformers",
@@ -90,6 +97,7 @@ TRANSFORMERS_TP = Framework(
             "tp: tokens are cut between layers (sequence parallelism), which is not wired up there",
         ),
         LimitRow("gathered logits", _gathered_logits),
+        LimitRow("linear layers alone are cut", _transposed),
         HEADS_ALIKE,
         NO_EXCHANGE,
     ),
