@@ -31,7 +31,7 @@ def main() -> None:
         tokens = [torch.randint(config.vocab_size, (8, 12), generator=generator) for _ in range(STEPS)]
         batches = [{"input_ids": ids, "labels": ids} for ids in tokens]  # as many labels on every rank
         theirs = FRAMEWORKS[case["framework"]](case, copy.deepcopy(model), batches)
-        losses[case["framework"]] = {"theirs": theirs, "ours": under_plan(case["plan"], model, batches)}
+        losses[case["name"]] = {"theirs": theirs, "ours": under_plan(case["plan"], model, batches)}
     answer(losses)
 
 

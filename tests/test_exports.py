@@ -18,11 +18,18 @@ from planner.cli import main
 from planner.exports.export_plan import FRAMEWORKS
 from planner.inspection.robustness import robustness
 from planner.inspection.why_not import why_not
+from planner.library import load_config
 from tests.small_models import Mlp, mlp_batch, squared_error
 from tests.versions import transformers_version
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
+#: Columns whose outputs are gathered for attention, rows that take their part of what it gives.
+WHOLE_HEADS = {
+    **dict.fromkeys(("embed_tokens", "norm", "rotary.default:*", "attention.default:0", "lm_head"), "invariant"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "cut n"),
+    **dict.fromkeys(("o_proj", "down_proj"), "cut k"),
+}
 PIPELINE = {"pp": 2, "dp": 2, "tp": 1, "cp": 1, "num_microbatches": 4, "schedule": "zb_h1", "zero": 1}
 
 
@@ -51,6 +58,21 @@ def llama(
         framework=framework,
         overlap_tensor=overlap_tensor,
     )
+
+
+def odd_heads(folder: Path, **pins: str) -> Plan:
+    """A plan of a Llama of three heads, which the two ranks of ``tp`` cannot cut; its config is in ``folder``.
+
+    ``pins``: by the last name of a module, what ``tp`` cuts of its operators.
+    """
+    config = load_config("tiny-llama")
+    config.update({"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 2})
+    config.save_pretrained(folder)
+    cluster = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    return planner.plan(
+        str(folder), cluster, global_batch=8, seq_len=12, dtype="float32", fix={"tp": 2, "recompute": "none"},
+        constraints={f"*{name}": {"tp": pin} for name, pin in pins.items()},
+    )  # fmt: skip
 
 
 @cache
@@ -179,6 +201,45 @@ def test_a_tensor_parallel_plan_names_the_style_of_every_matrix() -> None:
     styles = llama("tp=2,dp=1", "transformers-tp").export("transformers-tp").settings["distributed_config.tp_plan"]
     assert styles["model.layers.*.self_attn.q_proj"] == styles["model.layers.*.mlp.up_proj"] == "colwise"
     assert styles["model.layers.*.self_attn.o_proj"] == styles["model.layers.*.mlp.down_proj"] == "rowwise"
+
+
+def test_rows_whose_tokens_come_whole_split_them_or_are_listed(tmp_path: Path) -> None:
+    plan = odd_heads(tmp_path, **WHOLE_HEADS)
+    exported = plan.export("transformers-tp")
+    assert exported.inexpressible == ()
+    styles = exported.settings["distributed_config.tp_plan"]
+    assert {name.rpartition(".")[2]: style for name, style in styles.items() if "layers" in name} == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output"),
+        "o_proj": "rowwise_split_input",
+        **dict.fromkeys(("gate_proj", "up_proj"), "colwise"),
+        "down_proj": "rowwise",
+    }
+    sentences = plan.export("deepspeed").inexpressible
+    assert "tp: the output of model.layers.*.self_attn.q_proj is gathered, which AutoTP leaves cut" in sentences
+    assert [sentence for sentence in sentences if "_proj takes its part of a whole input" in sentence] == [
+        "tp: model.layers.*.self_attn.o_proj takes its part of a whole input, AutoTP's row layers take one that is cut"
+    ]
+
+
+def test_weights_in_parts_that_are_gathered_for_use_are_no_columns(tmp_path: Path) -> None:
+    """Three heads on two ranks: tokens are cut, and each rank keeps half of a weight that it uses whole."""
+    plan = odd_heads(tmp_path, **{"q_proj.weight": "S(0)"})
+    tensor, name = plan.mesh.names.index("tp"), "model.layers.0.self_attn.q_proj"
+    assert plan.states[f"{name}.weight"].placement[tensor] == "S(0)"
+    assert plan.nodes[f"{name}:aten.linear.default:0"].strategy[tensor] == "cut b0"
+    for framework in ("megatron", "torchtitan"):
+        sentences = plan.export(framework).inexpressible
+        assert "tp: model.layers.*.self_attn.q_proj is whole, the tokens are cut: it has column or row" in sentences
+
+
+def test_cut_layers_that_transformers_cannot_split_are_listed() -> None:
+    pins = {"*mlp.c_fc": {"tp": "cut n"}, "*mlp.c_proj": {"tp": "cut k"}}
+    fix = {"tp": 2, "dp": 1}
+    plan = planner.plan("tiny-gpt2", "dgx-h100:1x2", global_batch=8, seq_len=32, fix=fix, constraints=pins)
+    assert plan.export("transformers-tp").inexpressible == tuple(
+        f"tp: transformer.h.*.mlp.{name} keeps its matrix transposed (Conv1D): linear layers alone are cut there"
+        for name in ("c_fc", "c_proj")
+    )
 
 
 def test_layers_that_exchange_their_rows_are_columns_and_rows_that_overlap() -> None:

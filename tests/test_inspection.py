@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -121,11 +122,13 @@ def test_parts_that_are_not_what_their_unit_takes_are_refused() -> None:
         simulated_step(Plan.from_dict(saved))
 
 
-@pytest.mark.parametrize("name", ["seconds", "simulated"])
-def test_a_step_in_less_than_no_time_is_refused(name: str) -> None:
+@pytest.mark.parametrize("number", [-1.0, math.inf])
+@pytest.mark.parametrize("name", ["costs.seconds", "costs.simulated", "costs.utilisation", "memory[0].activations"])
+def test_a_prediction_below_zero_or_without_end_is_refused(name: str, number: float) -> None:
     saved = json.loads(plan_of("1f1b").to_json())
-    saved["step"]["costs"][name] = -1.0
-    with pytest.raises(ValueError, match=f"step.costs.{name}: expected 0 s or more, got -1"):
+    row, _, field = name.partition(".")
+    {"costs": saved["step"]["costs"], "memory[0]": saved["step"]["memory"][0]}[row][field] = number
+    with pytest.raises(ValueError, match=rf"step\.{re.escape(name)}: expected a finite number of 0 or more, got "):
         Plan.from_dict(saved)
 
 

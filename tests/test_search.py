@@ -205,6 +205,21 @@ def test_pinned_plan_is_kept_for_other_shapes(stack: Graph) -> None:
     assert unfolded.nodes["layers.3.up:aten.linear.default:0"] == plan.nodes["layers.0.up:aten.linear.default:0"]
 
 
+@pytest.mark.parametrize("single", [(1, 16, 64), (8, 1, 64)], ids=["one sample", "one token"])
+def test_heads_that_a_pinned_plan_cuts_stay_cut_where_a_dim_of_size_1_was_longer(
+    stack: Graph, single: tuple[int, ...]
+) -> None:
+    """Factors of a reshape are numbered past dims of size 1: that of the heads has another number there."""
+    small = capture_on(Stack(4, 64, 4), *single, requires_grad=True)
+    for first, other in ((stack, small), (small, stack)):
+        plan = plan_with_unit_costs(first, {"tp": 2}, baseline="megatron")
+        again = plan_with_unit_costs(other, {"tp": 2}, pinned=plan)
+        assert {key: node.outputs for key, node in again.nodes.items()} == {
+            key: node.outputs for key, node in plan.nodes.items()
+        }
+        assert {entry.collective for entry in again.collectives} == {entry.collective for entry in plan.collectives}
+
+
 def test_pinned_plan_where_a_batch_no_longer_divides(stack: Graph) -> None:
     plan = plan_with_unit_costs(stack, AXES, baseline="data_parallel")
     odd = capture_on(Stack(4, 64, 4), 3, 7, 64, requires_grad=True)

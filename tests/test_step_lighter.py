@@ -70,3 +70,13 @@ def test_what_a_memory_bound_plan_reserves_fits(share: float) -> None:
 def test_devices_without_curves_are_named() -> None:
     plan = planner.plan(CONFIG, "cpu-local:2", batch_size=2, seq_len=8)
     assert any("no efficiency curves" in note and "utilisation" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("bandwidth", "computes_the_same"), [(1e3, True), (1e12, False)])
+def test_ranks_that_compute_the_same_are_named(bandwidth: float, computes_the_same: bool) -> None:
+    """Over a link that is slow enough, what cutting saves takes longer to send: each rank does all the work."""
+    cluster = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=0.0, bandwidth=bandwidth, memory_bytes=2**34)
+    plan = planner.plan(CONFIG, cluster, batch_size=2, seq_len=8, fix={"tp": 2})
+    note = "no operator is cut on tp: its 2 ranks compute the same, in the time that one of them takes"
+    assert (note in plan.notes) == computes_the_same
+    assert any(entry.axis == "tp" for entry in plan.collectives) != computes_the_same

@@ -267,6 +267,8 @@ def test_two_sweeps_do_not_write_into_one_folder(tmp_path: Path) -> None:
         ({"layouts": {"today": {}}}, "layouts.today fixes nothing"),
         ({"grids": [{"layouts": ["tomorrow"]}]}, r"grids\[0\].layouts: the study has no layouts 'tomorrow'"),
         ({"price_per_device_hour": -1}, "price_per_device_hour must be a number above 0, got -1"),
+        ({"price_per_device_hour": {"dgx-h10": 2}}, "has an unknown cluster 'dgx-h10', did you mean 'dgx-h100'?"),
+        ({"price_per_device_hour": {"mine": 2}}, "unknown cluster 'mine': expected a cluster as the study names it"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_says_what_is_expected(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -288,6 +290,19 @@ def test_the_fewest_devices_and_the_front_of_cost_and_speed() -> None:
     assert answers == [(150, 2), (350, 4), (900, None)]
     # 1 and 2 devices cost the same a token: the faster one is on the front; 8 are slower and dearer than 4.
     assert [row.num_devices for row in rows if id(row) in pareto_front(study, rows)] == [2, 4]
+
+
+def test_devices_of_unlike_presets_cost_what_their_presets_do() -> None:
+    both = "dgx-a100-80g:2+dgx-v100-32g:1"
+    grid = {"models": ["tiny-gpt2"], "clusters": [both, "dgx-a100-80g:2"], "devices": [16], "global_batches": [16]}
+    prices = {"dgx-a100-80g": 2.0, "dgx-v100-32g": 0.5}
+    study = read_study({**grid, "price_per_device_hour": prices})
+    assert study.price(both, 24) == (16 * 2.0 + 8 * 0.5) / 24
+    assert study.price(both, 16) == 2.0
+    assert read_study({**grid, "price_per_device_hour": {"dgx-a100-80g": 2.0}}).price(both, 24) is None
+    assert read_study({**grid, "price_per_device_hour": {**prices, both: 1.0}}).price(both, 24) == 1.0
+    rows = [SweepRow(request, {"record": {"figures": {}}}) for request in study_rows(study)]
+    assert len({row.series for row in rows}) == 2  # no curve leads from the one cluster to the other
 
 
 def test_a_study_for_each_device_has_batches_in_proportion() -> None:

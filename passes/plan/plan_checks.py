@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from passes.ir.conversions import exists, step_between
 from passes.ir.types import parse_type
 from passes.plan.plan_data import PlanData, TensorPlan
-from passes.plan.step_plan import ChunkPlan, StepPlan
+from passes.plan.step_plan import ChunkPlan, RankMemory, StepCosts, StepPlan
 
 #: What differs more than this is no rounding error of any dtype: a plan that says so would fuse unlike operators.
 MAX_TOLERANCE = 1e-3
@@ -120,9 +121,19 @@ def _check_stages(step: StepPlan) -> None:
                     f"{group.count} units of stage {group.zero}"
                 )
     _check_zero_ranks(step)
-    for name in ("seconds", "simulated"):
-        if getattr(step.costs, name) < 0.0:
-            raise ValueError(f"step.costs.{name}: expected 0 s or more, got {getattr(step.costs, name):g}")
+    _check_predictions(step)
+
+
+def _check_predictions(step: StepPlan) -> None:
+    """Seconds, shares and bytes are finite, and none is below zero."""
+    rows: list[tuple[str, StepCosts | RankMemory]] = [("step.costs", step.costs)]
+    rows += [(f"step.memory[{rank}]", memory) for rank, memory in enumerate(step.memory)]
+    for where, row in rows:
+        for entry in dataclasses.fields(row):
+            if not 0.0 <= getattr(row, entry.name) < math.inf:
+                raise ValueError(
+                    f"{where}.{entry.name}: expected a finite number of 0 or more, got {getattr(row, entry.name):g}"
+                )
 
 
 def _check_zero_ranks(step: StepPlan) -> None:

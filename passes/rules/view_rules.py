@@ -65,6 +65,11 @@ def reshape(call: OperatorCall) -> ShardingRule:
     return call.rule(inputs, [target], terms=terms, sizes=sizes)
 
 
+def is_reshape(op: str) -> bool:
+    """Whether the factors of an operator are those of ``reshape_dims``, numbered in order past dims of size 1."""
+    return COMPUTED.get(op) is reshape
+
+
 def _moved(order: Callable[[OperatorCall, int], Sequence[int]]) -> Callable[[OperatorCall], ShardingRule]:
     """A rule for a reordering of dims: ``order`` gives the source dim of each output dim."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from planner.exports.common_limits import CHUNKED_LOSSES, EVERYWHERE, HEADS_ALIKE, NO_EXCHANGE, SYNC_BATCH_NORM, only_if
-from planner.exports.framework import Framework, SettingRow, at
+from planner.exports.framework import Framework, LimitRow, SettingRow, at
 from planner.exports.plan_facts import PlanFacts
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -27,6 +28,15 @@ def _layer_specs(facts: PlanFacts) -> list[dict[str, Any]] | None:
 def _path_pattern(module: str) -> str:
     """A regular expression of the weights of all modules that a path with ``*`` for numbers stands for."""
     return ".*" + r"\.".join("[0-9]+" if part == "*" else re.escape(part) for part in module.split(".")) + r"\.weight$"
+
+
+def _whole_between(facts: PlanFacts) -> Iterator[str]:
+    """Layers that give or take all features of a token: AutoTP gathers and splits nothing between layers."""
+    for layer in {layer.pattern: layer for layer in facts.tensor_layers if not layer.is_head}.values():
+        if layer.role == "column" and layer.gathered:
+            yield f"tp: the output of {layer.pattern} is gathered, which AutoTP leaves cut"
+        elif layer.takes_whole:
+            yield f"tp: {layer.pattern} takes its part of a whole input, AutoTP's row layers take one that is cut"
 
 
 def _mics_ranks(facts: PlanFacts) -> int | None:
@@ -100,6 +110,7 @@ DEEPSPEED = Framework(
             lambda facts: any(layer.is_head and layer.role != "whole" for layer in facts.tensor_layers),
             "tp: the layer of the logits is cut, its layer_specs keep it whole",
         ),
+        LimitRow("features stay cut between column and row layers", _whole_between),
         HEADS_ALIKE,
         NO_EXCHANGE,
     ),

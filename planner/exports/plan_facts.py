@@ -25,6 +25,8 @@ _FEWER_BYTES = {"full": frozenset(("full", "selective")), "regather": frozenset(
 #: Bytes of what a loss over all samples is made of at most: its sum, or the count of its tokens.
 _NUMBERS = 8
 _EMBEDDINGS = frozenset(("aten.embedding.default", "meshwright.embedding.default"))
+#: What a module does to a matrix of [inputs, outputs] before it multiplies by it.
+_TRANSPOSES = frozenset(("aten.transpose.int", "aten.t.default"))
 #: As graphs have them: torch's ``chunk`` and ``split`` become the first.
 _SPLITS = frozenset(("aten.split_with_sizes.default", "aten.unbind.int"))
 
@@ -37,6 +39,8 @@ class TensorLayer:
         gathered: its cut output is gathered at once.
         in_pieces: the module around it splits tensors into pieces, as attention does with query, key and value in one.
         rows: of an embedding's matrix, of which rows are picked; else 0.
+        is_transposed: its matrix is kept as [inputs, outputs], as transformers' ``Conv1D`` does.
+        takes_whole: a row layer behind no column layer whose output stays cut: Python code hands it all features.
     """
 
     module: str
@@ -45,6 +49,8 @@ class TensorLayer:
     in_pieces: bool = False
     is_head: bool = False
     rows: int = 0
+    is_transposed: bool = False
+    takes_whole: bool = False
 
     @property
     def pattern(self) -> str:
@@ -225,24 +231,30 @@ class PlanFacts:
         place = self._place("tp")
         if place is None:
             return ()
-        layers = []
+        layers: list[TensorLayer] = []
+        is_cut = False  # what the layers since the last row layer give
+        transposed: set[str] = set()
         for key, node in self.plan.nodes.items():
             module = key.split(":", 1)[0]
             weight = self.plan.states.get(f"{module}.weight")
-            if weight is not None and len(weight.shape) == 2:
-                role = _role(node, shard_dim(weight.placement[place]), place)
+            if node.op in _TRANSPOSES:
+                transposed.add(module)
+            elif weight is not None and len(weight.shape) == 2:
+                role = _role(node, self._cut_as_used(f"{module}.weight", place), place)
                 is_head = role != "vocabulary" and not self._in_block(module) and node.op not in _EMBEDDINGS
                 rows = weight.shape[0] if node.op in _EMBEDDINGS else 0
-                layers.append(
-                    TensorLayer(
-                        module,
-                        role,
-                        gathered=self._is_gathered(key),
-                        in_pieces=module.rpartition(".")[0] in self._splitting_modules,
-                        is_head=is_head,
-                        rows=rows,
-                    )
+                layer = TensorLayer(
+                    module,
+                    role,
+                    gathered=self._is_gathered(key),
+                    in_pieces=module.rpartition(".")[0] in self._splitting_modules,
+                    is_head=is_head,
+                    rows=rows,
+                    is_transposed=module in transposed,
+                    takes_whole=role == "row" and not is_cut,
                 )
+                is_cut = role != "row" and (is_cut or (role == "column" and not layer.gathered))
+                layers.append(layer)
         return tuple(layers)
 
     def activations_converted(self, axis: str, collective: str) -> tuple[ConversionPlan, ...]:
@@ -278,6 +290,12 @@ class PlanFacts:
             for name, state in self.plan.states.items()
             if state.trainable and shard_dim(state.placement[place]) is not None
         )
+
+    def _cut_as_used(self, name: str, place: int) -> int | None:
+        """The dim along which the tensor axis cuts a weight as operators use it; None if its parts are gathered."""
+        cut = shard_dim(self.plan.states[name].placement[place])
+        uses = (step for step in self.plan.conversions if step.axis == "tp" and step.value == f"state:{name}")
+        return None if any(shard_dim(step.target[place]) is None for step in uses) else cut
 
     def _is_gathered(self, key: str) -> bool:
         return any(step.value == f"node:{key}#0" for step in self.activations_converted("tp", "all_gather"))

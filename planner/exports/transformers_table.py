@@ -23,6 +23,8 @@ STYLES: Mapping[str, str] = {
 def _style(layer: TensorLayer) -> str:
     if layer.role == "column" and (layer.is_head or layer.gathered):
         return "colwise_gather_output"
+    if layer.takes_whole:
+        return "rowwise_split_input"
     return STYLES[layer.role]
 
 
@@ -38,6 +40,13 @@ def _gathered_logits(facts: PlanFacts) -> Iterator[str]:
             yield f"tp: the loss is computed on the cut vocabulary, the output of {layer.pattern} is gathered there"
         elif layer.role in ("tokens", "other"):
             yield f"tp: {layer.pattern} is whole and its tokens are cut: it computes all tokens there"
+
+
+def _transposed(facts: PlanFacts) -> Iterator[str]:
+    """Cut layers that are no ``nn.Linear``: transformers raises where it is to split one."""
+    for layer in {layer.pattern: layer for layer in facts.tensor_layers}.values():
+        if layer.is_transposed and layer.role in ("column", "row"):
+            yield f"tp: {layer.pattern} keeps its matrix transposed (Conv1D): linear layers alone are cut there"
 
 
 TRANSFORMERS_TP = Framework(
@@ -88,6 +97,7 @@ TRANSFORMERS_TP = Framework(
             "tp: tokens are cut between layers (sequence parallelism), which is not wired up there",
         ),
         LimitRow("gathered logits", _gathered_logits),
+        LimitRow("linear layers alone are cut", _transposed),
         HEADS_ALIKE,
         NO_EXCHANGE,
     ),

@@ -22,8 +22,9 @@ from typing import Any
 
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape, Placement, R, parse_type, shard_dim
-from passes.plan import Plan
+from passes.plan import NodePlan, Plan
 from passes.repeats.repeated_blocks import BlockRun, grouped
+from passes.rules.view_rules import is_reshape
 from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.pins import check_pins
 from planner.sharding_ilp.sharding_problem import Element, Problem
@@ -252,36 +253,62 @@ def keep_plan(problem: Problem, plan: Plan) -> Constraint:
     Of others as much as they offer, axis by axis: a sequence that ``tp`` does not divide is still cut by samples.
     """
     constraint = Constraint("pinned plan")
-    nodes = planned_strategies(plan)
+    nodes = planned_nodes(plan)
     for name, element in problem.elements.items():
         planned = _planned_choice(element, plan, nodes)
         if planned is None:
             continue
-        choices = [_choice(option, element) for option in element.options]
-        if planned not in choices and element.kind in ("parameter", "buffer"):
+        options = element.options
+        is_offered = any(_choice(option, element) == planned for option in options)
+        if not is_offered and element.kind in ("parameter", "buffer"):
             raise ValueError(f"pinned plan: {element.kind} {element.key.removeprefix('state:')!r} cannot be {planned}")
         for axis, wanted in enumerate(planned):
-            choices = [choice for choice in choices if choice[axis] == wanted] or choices
-        pinned = frozenset(choices)
+            cut = _reshaped_cut(element, nodes, axis)
+            options = [
+                option
+                for option in options
+                if (
+                    _choice(option, element)[axis] == wanted
+                    if cut is None
+                    else shard_dim(option.outputs[0][axis]) == cut
+                )
+            ] or options
+        pinned = frozenset(_choice(option, element) for option in options)
         constraint.add(name, lambda option, e=element, p=pinned: _choice(option, e) in p)  # type: ignore[misc]
     return constraint
 
 
-def planned_strategies(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Strategies by node key, for every copy of the blocks (a later graph may fold others)."""
-    strategies = {key: node.strategy for key, node in plan.nodes.items()}
+def _reshaped_cut(element: Element, nodes: Mapping[str, NodePlan], axis: int) -> int | None:
+    """Of a reshape, the dim of its output that ``axis`` cuts in the plan; None of others, and where it cuts none.
+
+    Its factors are numbered past dims of size 1: what is the second factor of one token is another of many.
+    """
+    if element.node is None or not is_reshape(element.node.op):
+        return None
+    outputs = nodes[element.key].outputs
+    return shard_dim(outputs[0][axis]) if outputs else None
+
+
+def planned_nodes(plan: Plan) -> dict[str, NodePlan]:
+    """Plans of operators by node key, for every copy of the blocks (a later graph may fold others)."""
+    nodes = dict(plan.nodes)
     for block in plan.blocks:
         for roots in block.roots[1:]:
             for first, other in zip(block.roots[0], roots):
-                inside = {key: s for key, s in strategies.items() if key.startswith((f"{first}.", f"{first}:"))}
-                strategies.update((other + key[len(first) :], strategy) for key, strategy in inside.items())
-    return strategies
+                inside = {key: node for key, node in nodes.items() if key.startswith((f"{first}.", f"{first}:"))}
+                nodes.update((other + key[len(first) :], node) for key, node in inside.items())
+    return nodes
 
 
-def _planned_choice(element: Element, plan: Plan, nodes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] | None:
+def planned_strategies(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Strategies by node key, for every copy of the blocks."""
+    return {key: node.strategy for key, node in planned_nodes(plan).items()}
+
+
+def _planned_choice(element: Element, plan: Plan, nodes: Mapping[str, NodePlan]) -> tuple[str, ...] | None:
     path = element.key.partition(":")[2]
     if element.kind == "op":
-        return nodes.get(element.key)
+        return nodes[element.key].strategy if element.key in nodes else None
     tensors = {"parameter": plan.states, "buffer": plan.states, "input": plan.inputs}.get(element.kind, {})
     return tensors[path].placement if path in tensors else None
 

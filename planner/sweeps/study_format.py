@@ -5,7 +5,7 @@ Fields of a study:
     title = "Llama on two generations"
     max_programs = 1000                       # integer programs that a row's search may solve
     target_tokens_per_second = [1e5]          # looks for the fewest devices that reach these
-    price_per_device_hour = 2.5               # or a table: cluster or preset → price
+    price_per_device_hour = 2.5               # or a table: cluster (as in clusters) or preset → price
 
 Fields of a grid, at the top for all grids, or in ``[[grids]]``, where they stand in the place of those at the top:
 
@@ -31,14 +31,15 @@ Named options and layouts:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cost_models.fields import Table, as_table, check_keys, get_count, get_number, get_tables, get_text, shown, suggest
 from cost_models.files import read_toml
+from cost_models.presets import preset_names
 from planner.sweeps.option_sets import check_layout, read_options
-from planner.sweeps.study import DEFAULT_OPTIONS, MAX_PROGRAMS, SEARCHED, Study, StudyGrid
+from planner.sweeps.study import DEFAULT_OPTIONS, MAX_PROGRAMS, SEARCHED, Study, StudyGrid, family_of
 
 _GRID_FIELDS = (
     "models",
@@ -80,21 +81,22 @@ def read_study(data: Any, *, folder: str = ".", title: str = "study") -> Study:
     layouts = {} if _is_list_of_names(table.get("layouts", {})) else _layouts(table.get("layouts", {}))
     options = options or {DEFAULT_OPTIONS: {}}
     common = {name: table[name] for name in _GRID_FIELDS if name in table and isinstance(table[name], (list, str, int))}
-    grids = get_tables(table, "grids", "study") if "grids" in table else [{}]
+    grid_tables = get_tables(table, "grids", "study") if "grids" in table else [{}]
+    grids = tuple(
+        _grid(
+            _with_common(common, _checked_grid(grid, place)),
+            options,
+            layouts,
+            f"grids[{place}]" if grid else "study",
+        )
+        for place, grid in enumerate(grid_tables)
+    )
     return Study(
         title=get_text(table, "title", "study") if "title" in table else title,
-        grids=tuple(
-            _grid(
-                _with_common(common, _checked_grid(grid, place)),
-                options,
-                layouts,
-                f"grids[{place}]" if grid else "study",
-            )
-            for place, grid in enumerate(grids)
-        ),
+        grids=grids,
         options=options,
         layouts=layouts,
-        prices=_prices(table),
+        prices=_prices(table, [cluster for grid in grids for cluster in grid.clusters]),
         target_tokens_per_second=_values(table, "target_tokens_per_second", "study", get_number),
         max_programs=get_count(table, "max_programs", "study") if "max_programs" in table else MAX_PROGRAMS,
         folder=folder,
@@ -199,8 +201,14 @@ def _layouts(value: Any) -> dict[str, Any]:
     return layouts
 
 
-def _prices(table: Table) -> dict[str, float]:
+def _prices(table: Table, clusters: Iterable[str]) -> dict[str, float]:
+    """Price by name: of a cluster as the study has it, or of a preset, which no row may use."""
     prices = table.get("price_per_device_hour", {})
     if not isinstance(prices, Mapping):
         return {"": get_number(table, "price_per_device_hour", "study")}
+    names = {*preset_names(), *(name for cluster in clusters for name in (cluster, family_of(cluster)))}
+    for name in prices:
+        if name not in names:
+            hint = suggest(name, sorted(names)) or ": expected a cluster as the study names it, or its preset"
+            raise ValueError(f"price_per_device_hour has an unknown cluster {shown(name)}{hint}")
     return {name: get_number(prices, name, "price_per_device_hour") for name in prices}

@@ -93,7 +93,7 @@ def _metrics(study: Study) -> Iterator[_Metric]:
     if study.prices:
         yield _Metric(
             "cost", "Cost", "a million tokens (or a thousand samples)",
-            lambda row: row.cost_per_million(study.price(row.request.cluster)),
+            lambda row: row.cost_per_million(study),
             "Devices × price × time, in the currency of the prices.",
         )  # fmt: skip
     yield _Metric(
@@ -223,7 +223,7 @@ def _front(study: Study, rows: Sequence[SweepRow], labels: Sequence[str]) -> Ite
     points = [
         (label, row, number / rate, cost)
         for label, row in zip(labels, rows)
-        if (cost := row.cost_per_million(study.price(row.request.cluster))) is not None
+        if (cost := row.cost_per_million(study)) is not None
         for rate, number in [row.rate]
         if rate
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from cost_models.short_text import ShortRepr
 from planner.sweeps.row_request import RowRequest
+from planner.sweeps.study import Study, family_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,9 +53,10 @@ class SweepRow(ShortRepr):
         seconds = self.baseline(name).get("seconds")
         return None if seconds is None else float(self.figure("step_seconds") / seconds)
 
-    def cost_per_million(self, price: float | None) -> float | None:
+    def cost_per_million(self, study: Study) -> float | None:
         """Price of a million tokens (of a thousand samples, for a model without tokens), None without a price."""
         rate, number = self.rate
+        price = study.price(self.request.cluster, self.num_devices)
         if price is None or not rate:
             return None
         return price * self.num_devices / 3600.0 * number / rate
@@ -70,5 +72,4 @@ class SweepRow(ShortRepr):
         """What a curve over numbers of devices has in common."""
         request = self.request
         length = "" if request.seq_len is None else f"{request.seq_len}"
-        cluster = request.cluster if request.cluster.endswith(".toml") else request.cluster.partition(":")[0]
-        return request.model, cluster, request.batch, length, request.options, request.layout
+        return request.model, family_of(request.cluster), request.batch, length, request.options, request.layout

@@ -76,7 +76,7 @@ def _cost_columns(study: Study, rows: Rows) -> Iterable[Column]:
     efficient = pareto_front(study, rows)
     yield Column(
         "cost_per_million_tokens",
-        lambda row: row.cost_per_million(study.price(row.request.cluster)),
+        lambda row: row.cost_per_million(study),
         "cost a million tokens" if all(row.figure("tokens_per_second") for row in rows if row.plan) else "cost",
         format_rate,
     )
@@ -125,7 +125,7 @@ def _without_layout(row: SweepRow) -> tuple[Any, ...]:
 
 def pareto_front(study: Study, rows: Rows) -> set[int]:
     """By id, rows that no other row of the same model and length beats in both cost and speed."""
-    costs = {id(row): row.cost_per_million(study.price(row.request.cluster)) for row in rows}
+    costs = {id(row): row.cost_per_million(study) for row in rows}
     efficient: set[int] = set()
     groups: dict[tuple[Any, ...], list[SweepRow]] = {}
     for row in rows:

@@ -17,6 +17,7 @@ from cost_models.step_time import peak_in_flight, step_memory, step_seconds
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
 from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StageDevice, StepCosts, StepPlan
+from passes.rules.rule import INVARIANT, REPLICATE
 from planner.pipeline_ilp.stage_problem import ROUNDING, as_step
 from planner.sharding_ilp.model_figures import compute_dtype, model_flops
 from planner.sharding_ilp.plan_of_assignment import make_plan
@@ -84,7 +85,7 @@ def extract(
     layout = candidate.layout
     mesh = MeshShape(variant.cut.mesh.names, tuple(layout.sizes[axis] for axis in variant.cut.mesh.names))
     notes = (*plan.notes, *_uncalibrated(cluster), *_unequal(search, cluster), *_open(certificate))
-    plan = dataclasses.replace(plan, mesh=mesh, notes=notes)
+    plan = dataclasses.replace(plan, mesh=mesh, notes=(*notes, *_computing_the_same(plan, mesh)))
     return dataclasses.replace(plan, collectives=step_collectives(search.level_one.space.graph, plan))
 
 
@@ -158,6 +159,13 @@ def _unequal(search: Search, cluster: Cluster) -> Iterator[str]:
         ranks.append(f"ranks {first}–{first + group.count - 1} on {group.device.name}")
         first += group.count
     yield f"start the processes in this order: {', '.join(ranks)}; costs of one micro-batch are the slowest device's"
+
+
+def _computing_the_same(plan: Plan, mesh: MeshShape) -> Iterator[str]:
+    """What there is to say of axes on which nothing is cut, since what that sends takes longer than it saves."""
+    for place, (axis, size) in enumerate(mesh.as_dict().items()):
+        if size > 1 and {node.strategy[place] for node in plan.nodes.values()} <= {REPLICATE, INVARIANT}:
+            yield f"no operator is cut on {axis}: its {size} ranks compute the same, in the time that one of them takes"
 
 
 def _splits_copies_alike(search: Search) -> bool:
