@@ -30,6 +30,22 @@ READ: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "tolist": lambda weight, whole: weight.tolist(),
     "numpy": lambda weight, whole: torch.from_numpy(numpy.array(weight)),
     "printed": lambda weight, whole: float(f"{weight.sum():.6f}"),
+    "sum of the columns' norms": lambda weight, whole: weight.norm(dim=0).sum(),
+    "norm of norms of another order": lambda weight, whole: weight.norm(dim=1).norm(1),
+    "whether any is large": lambda weight, whole: 2.0 * (weight > 0.1).any(),
+    "beside a plain number": lambda weight, whole: weight.sum() + weight.norm() + torch.ones((), dtype=weight.dtype),
+    "beside a number without dims, then a number": lambda weight, whole: (
+        weight.sum() + weight.new_ones(()),
+        weight.sum() + 1.0,
+        weight.sum() + weight.new_ones(()),
+    ),
+}
+
+#: The same, of numbers side by side, which may be of several parameters: refused with a pipeline.
+READ_SIDE_BY_SIDE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "sum of two norms": lambda weight, whole: torch.stack([weight.norm(), weight[:, 1].norm()]).sum(),
+    "larger count": lambda weight, whole: torch.stack([(weight > 0).sum(), (weight > 0).sum() + 1]).max(),
+    "product": lambda weight, whole: torch.stack([weight.prod(), weight.prod() + 1]),
 }
 
 
@@ -63,6 +79,7 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
     "identity": lambda weight: nn.init.eye_(weight),
     "sum in the place of it": lambda weight: torch.add(weight.clone(), 1.0, out=weight),
     "turned in place": lambda weight: weight.clone().t_()[1].fill_(2.0),
+    "data in the place of it": lambda weight: setattr(weight, "data", weight * 2.0),
     "diagonal": lambda weight: weight.fill_diagonal_(0.5),
     "sum": _sum,
 }
@@ -126,7 +143,10 @@ def wrong_operators(parallel: nn.Module, single: nn.Module) -> list[str]:
         if parameter.dim() != 2:
             continue
         weight, whole = parameter.detach(), expected[name].detach()
-        wrong += [f"{call} of {name}" for call, run in READ.items() if not _same(run(weight, whole), run(whole, whole))]
+        calls = READ if getattr(weight, "of_stage", False) else READ | READ_SIDE_BY_SIDE
+        wrong += [
+            f"{call} of {name}" for call, run in calls.items() if not _same(run(weight, whole), run(whole, whole))
+        ]
         for call, write in WRITTEN.items():
             mine, copied = weight.clone(), whole.clone()
             write(mine)

@@ -64,6 +64,21 @@ def test_tiles_of_the_last_dims_are_repeats_of_all() -> None:
     assert check(lambda y: y.tile(2), 3, 4) == check(lambda y: y.tile(5, 1, 2), 3, 4) == ["aten.repeat.default"]
 
 
+def test_a_weight_with_one_norm_for_all_its_elements_keeps_it() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.directions = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+            self.magnitude = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, torch._weight_norm(self.directions, self.magnitude, -1)).square().sum()
+
+    graph = capture(Normed(), args=(torch.randn(2, 4, dtype=torch.float64),))
+    (node,) = (node for node in graph.nodes if node.op == "aten._weight_norm.default")
+    assert -1 in node.args  # not the last dim, whose magnitudes would be as many as its elements
+
+
 def test_views_become_reshapes_with_all_sizes() -> None:
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     views = [

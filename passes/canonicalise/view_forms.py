@@ -145,11 +145,15 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.split.sizes: _split,
     aten.repeat.default: _type_of_repeat,
 }
+#: Whose dim -1 is no dim: the norm is of all elements.
+_NO_DIM = (aten._weight_norm.default, aten.norm_except_dim.default)
 
 
 def _count_from_the_front(node: fx.Node) -> None:
     """Add the rank to every negative dim among the arguments."""
     assert isinstance(node.target, OpOverload)
+    if node.target in _NO_DIM:
+        return
     for index, entry in enumerate(schema(node.target).arguments[: len(node.args)]):
         if entry.name not in ("dim", "dims", "dim0", "dim1", "axis"):
             continue

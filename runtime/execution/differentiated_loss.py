@@ -59,8 +59,9 @@ class _Undifferentiated(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         raise ValueError(
             "these outputs have no gradients: under a pipeline forward and backward of micro-batches interleave, so "
-            "what is differentiated must be the model's own loss. Pass loss_fn to planner.compile, let the model "
-            "return its loss, or plan with pp=1"
+            "what is differentiated must be the model's own loss, of a call in training mode (parallel.train_step "
+            "gives its gradients in either mode). Pass loss_fn to planner.compile, let the model return its loss, or "
+            "plan with pp=1"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from passes.torch_compat.operators import tree_leaves
 from runtime.calls.model_watch import CONTAINERS
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
 from runtime.module.extra_state import take_extra_states
+from runtime.module.original_methods import method_of_original, shown_for
 from runtime.parameters.saved_parts import refuse_parts_of_others
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
 
@@ -62,7 +61,9 @@ class OriginalSurface:
             ) from None
         if inspect.ismethod(attribute) or isinstance(attribute, CONTAINERS):
             engine.watch.look_at_copy()
-        return _guarded(attribute, engine.model, name)
+        if inspect.ismethod(attribute) and attribute.__self__ is engine.model:
+            return method_of_original(attribute, engine.model, self)  # type: ignore[arg-type]
+        return shown_for(attribute, engine.model, self) if isinstance(attribute, torch.nn.Module) else attribute  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of ``nn.Module``; a whole state dict may be given on every rank, whatever stage it has.
@@ -238,29 +239,3 @@ def _refuser(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name} does not go with a model that is sharded: {REFUSED_METHODS[name]}")
 
     return refuse
-
-
-def _guarded(attribute: Any, model: torch.nn.Module, name: str) -> Any:
-    """``attribute``; a method of the model refuses to give tensors that it computed from weights without data."""
-    if not inspect.ismethod(attribute) or attribute.__self__ is not model:
-        return attribute
-    computes = (
-        f"{name} computes with weights, and a parallel module runs forward alone: let forward do what {name} does "
-        "(behind an argument, say, with an example of such a call), and call the module"
-    )
-
-    @functools.wraps(attribute)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = attribute(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
-            raise ValueError(computes) from error
-        known = {id(one) for one in (*tree_leaves((args, kwargs)), *model.parameters(), *model.buffers())}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in known:
-                raise ValueError(computes)
-        return result
-
-    return call

@@ -181,18 +181,8 @@ class ShardedParameter(ParameterTensor):
                 f"data of {self.path!r} is {self.dtype} of shape {list(self.shape)}, and cannot be {values.dtype} of "
                 f"shape {list(values.shape)}: its plan was made for it; change the model before planner.compile"
             )
-        self.owner.data = self._memory_of(values)
+        self.owner.data = self.memory_of(values)
         self.refresh()
-
-    def _memory_of(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``values``, itself where it lies as this parameter does."""
-        same = isinstance(values, DTensor) and (values.placements, values.device_mesh) == (
-            self.placements, self.device_mesh,
-        )  # fmt: skip
-        if same and local_part(values).is_contiguous():  # type: ignore[arg-type]
-            return local_part(values).detach()  # type: ignore[arg-type]
-        with torch.no_grad():
-            return local_part(torch.empty_like(self).copy_(values))  # type: ignore[arg-type]
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

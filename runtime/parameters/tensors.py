@@ -1,7 +1,8 @@
 """DTensors that were computed from one parameter of a parallel module: gradients, state of optimizers.
 
 They differ from other DTensors in five ways. Partial sums are completed before operators in place, which DTensor
-refuses, and before they are read as numbers, which DTensor forgets (Adafactor does both). Plain tensors beside them
+refuses, before they are read as numbers, which DTensor forgets (Adafactor does both), and before operators that DTensor
+computes wrongly of parts (``partial_values``). Plain tensors beside them
 count as whole (transformers' Adafactor has such state). What DTensor has no rule for, and writes to views that it
 gathers, are what they are on one device (``whole_tensors``), and so is what is drawn at random (``drawn_tensors``). And
 with a pipeline they refuse to be combined with those
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from passes.torch_compat.operators import schema, tree_leaves
 from runtime.parameters.drawn_tensors import draws, run_drawn
 from runtime.parameters.lent_state import LentState
+from runtime.parameters.partial_values import incomplete_operands
 from runtime.parameters.plain_operands import is_plain, with_whole_operands
 from runtime.parameters.saved_parts import note_rank
 from runtime.parameters.turned_tensors import TURNING, turned_in_place
@@ -156,6 +158,30 @@ class ParameterTensor(DTensor):
             whole = [Replicate() if placement.is_partial() else placement for placement in placements]
             set_content(self, plain.redistribute(placements=whole))
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Hold ``values``: DTensor would leave this rank's part as it is."""
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise ValueError(
+                f"data of a gradient or of state of {self.path!r} is {self.dtype} of shape {list(self.shape)}, and "
+                f"cannot be {values.dtype} of shape {list(values.shape)}: give values of that shape and dtype"
+            )
+        local_part(self).data = self.memory_of(values)
+
+    def memory_of(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``values``, itself where it lies as this tensor does."""
+        same = isinstance(values, DTensor) and (values.placements, values.device_mesh) == (
+            self.placements, self.device_mesh,
+        )  # fmt: skip
+        if same and local_part(values).is_contiguous():  # type: ignore[arg-type]
+            return local_part(values).detach()  # type: ignore[arg-type]
+        with torch.no_grad():
+            return local_part(torch.empty_like(self).copy_(values))  # type: ignore[arg-type]
+
     def tolist(self) -> Any:
         return self.full_tensor().tolist()
 
@@ -200,6 +226,7 @@ def _prepared(name: str, args: Any, kwargs: Any, *, in_place: bool) -> list[Para
         _refuse_several(name, tensors)
     if in_place or name in _READING:
         _complete(args[0] if on_lists else args[:1])
+    _complete(incomplete_operands(name.split(".")[0], args, kwargs, tensors))
     return tensors
 
 

@@ -12,6 +12,7 @@ from torch._C import TensorBase
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as optimizer_module
@@ -26,6 +27,7 @@ __all__ = [
     "dtensor_spec",
     "has_no_rule",
     "has_step_hooks",
+    "is_norm_part",
     "local_part",
     "local_parts",
     "part_on_mesh",
@@ -110,6 +112,11 @@ def set_content(tensor: DTensor, source: DTensor) -> None:
 def with_sizes_of(operator: Any, args: Any, kwargs: Any) -> Any:
     """``args[0]`` with the sizes that an operator in place gives it; what it holds is left as it is."""
     return return_and_correct_aliasing(operator, args, kwargs, args[0])
+
+
+def is_norm_part(placement: Placement, order: float | None = None) -> bool:
+    """Whether parts are norms of parts (of ``order``, if it is given), which make the norm of the whole by powers."""
+    return isinstance(placement, _NormPartial) and order in (None, placement.norm_type)
 
 
 def part_on_mesh(

@@ -63,6 +63,7 @@ RUNTIME_NAMES = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": "programs cannot be checked without processes",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "parameters cannot be DTensors of uneven parts",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "parameters cannot be DTensors of uneven parts",
+    "torch.distributed.tensor._ops._math_ops._NormPartial": "sums of norms of cut parameters are of the ranks' parts",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "parts cannot be held against DTensor's",
     "torch.distributed.tensor.DTensor._local_tensor": "optimizers run on DTensors, ten times slower",
     "torch.distributed.tensor.DTensor._spec": "partial sums of gradients cannot be completed in place",
