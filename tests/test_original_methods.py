@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import planner
+from planner.library import load_config, random_batch
+from planner.verification.verify_model import real_module
 from tests.small_models import seeded
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -40,6 +42,18 @@ class Managed(nn.Module):
 
     def head(self) -> nn.Module:
         return self.last
+
+    @property
+    def decayed(self) -> list[nn.Parameter]:
+        return [one for one in self.parameters() if one.dim() > 1]
+
+    @property
+    def bias(self) -> nn.Parameter:
+        return self.last.bias
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return self.last.weight.abs().mean()
 
     def freeze(self) -> None:
         for parameter in self.first.parameters():
@@ -79,6 +93,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "iterator": lambda module: torch.optim.SGD(module.last_parameters(), lr=0.1),
     "groups": lambda module: torch.optim.SGD(module.groups()),
     "module": lambda module: torch.optim.SGD(module.head().parameters(), lr=0.1),
+    "properties": lambda module: torch.optim.SGD([*module.decayed, module.bias], lr=0.1),
 }
 
 
@@ -91,6 +106,21 @@ def test_parameters_that_a_method_gives_are_trained(kind: str) -> None:
 def test_a_module_that_a_method_gives_is_the_one_that_users_see() -> None:
     parallel = parallel_module()
     assert parallel.head() is parallel.last and parallel.head().weight is parallel.last.weight
+
+
+def test_a_property_that_computes_with_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="scale computes with weights"):
+        _ = parallel_module().scale
+
+
+def test_embeddings_that_transformers_gives_are_frozen() -> None:
+    model = real_module(load_config("tiny-llama"), dtype=torch.float64, seed=0)
+    batch = random_batch(model, batch_size=2, seq_len=4)
+    parallel: Any = planner.compile(model, "dp=1,tp=1", example_inputs=batch)
+    assert parallel.get_input_embeddings() is parallel.model.embed_tokens
+    parallel.get_input_embeddings().requires_grad_(False)
+    parallel(**batch).loss.backward()
+    assert parallel.model.embed_tokens.weight.grad is None and parallel.lm_head.weight.grad is not None
 
 
 def test_what_a_method_freezes_is_frozen() -> None:

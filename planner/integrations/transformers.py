@@ -11,13 +11,15 @@ and so are the losses, under whatever mesh; every process reads all samples and 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import ModelOutput
@@ -67,7 +69,7 @@ class TransformersTrainer(transformers.Trainer):
 
     model: Any
     optimizer: Any
-    neftune_hook_handle: Any
+    neftune_hook_handle: Any = None
 
     def __init__(
         self,
@@ -126,7 +128,26 @@ class TransformersTrainer(transformers.Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """By the modules of the original."""
-        return super().get_decay_parameter_names(model.original if isinstance(model, ParallelModule) else model)
+        return super().get_decay_parameter_names(_own(model))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As of ``transformers.Trainer``."""
+        with self._noise_on_embeddings():
+            return super().train(*args, **kwargs)
+
+    @contextmanager
+    def _noise_on_embeddings(self) -> Iterator[None]:
+        """NEFTune's noise inside, on the model's own embeddings: those of a parallel module take no hooks."""
+        alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        if alpha is None:
+            yield
+            return
+        self.neftune_hook_handle = activate_neftune(_own(self.model), alpha)
+        try:
+            yield
+        finally:
+            deactivate_neftune(_own(self.model), self.neftune_hook_handle)
+            self.neftune_noise_alpha, self.neftune_hook_handle = alpha, None
 
     # -- planning -------------------------------------------------------------------------------------------------
 
@@ -135,8 +156,8 @@ class TransformersTrainer(transformers.Trainer):
         handed_over = self.model
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.model = self.model_wrapped = self.callback_handler.model = prepared[0]
-        if self.neftune_noise_alpha is not None and handed_over is not self.model:
-            self.neftune_hook_handle = moved_noise(self.neftune_hook_handle, handed_over, self.model)
+        if self.neftune_hook_handle is not None and handed_over is not self.model:
+            self.neftune_hook_handle = moved_noise(self.neftune_hook_handle, handed_over, self.model.original)
         return prepared
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,3 +359,8 @@ class _WholeOutputs:
         if self._loss_alone and isinstance(outputs, Mapping) and "loss" in outputs:
             return {"loss": outputs["loss"]}
         return outputs
+
+
+def _own(model: nn.Module) -> nn.Module:
+    """The model of a script, which a parallel module has a copy of without data."""
+    return model.original if isinstance(model, ParallelModule) else model

@@ -8,6 +8,7 @@ values nor gradients, is refused.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from passes.torch_compat.operators import TorchDispatchMode, schema, tree_leaves
 from runtime.parameters.whole_tensors import written_tensors
-
-#: Whose module stays the copy's, as transformers' trainer registers its noise (NEFTune) there, for programs to trace.
-_HOOKED = ("get_input_embeddings",)
 
 
 def method_of_original(method: Callable[..., Any], model: nn.Module, parallel: nn.Module) -> Callable[..., Any]:
@@ -56,9 +54,15 @@ def method_of_original(method: Callable[..., Any], model: nn.Module, parallel: n
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in given:
                 raise ValueError(computes)
-        return result if name in _HOOKED else shown_for(result, model, parallel)
+        return shown_for(result, model, parallel)
 
     return call
+
+
+def property_of_original(name: str, model: nn.Module, parallel: nn.Module) -> Any:
+    """The value of a property of the model's class, as a method without arguments gives it."""
+    getter = getattr(type(model), name).fget
+    return method_of_original(types.MethodType(getter, model), model, parallel)()
 
 
 def shown_for(value: Any, model: nn.Module, parallel: nn.Module) -> Any:

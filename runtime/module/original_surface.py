@@ -14,7 +14,7 @@ from runtime.calls.model_watch import CONTAINERS
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
 from runtime.module.extra_state import take_extra_states
-from runtime.module.original_methods import method_of_original, shown_for
+from runtime.module.original_methods import method_of_original, property_of_original, shown_for
 from runtime.parameters.saved_parts import refuse_parts_of_others
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
 
@@ -52,7 +52,10 @@ class OriginalSurface:
                 raise
         if name in REFUSED_METHODS and callable(getattr(engine.model, name, None)):
             return _refuser(name)
+        is_computed = isinstance(inspect.getattr_static(type(engine.model), name, None), property)
         try:
+            if is_computed:
+                return property_of_original(name, engine.model, self)  # type: ignore[arg-type]
             attribute = getattr(engine.model, name)
         except AttributeError:
             kind = type(engine.model).__name__
@@ -63,7 +66,8 @@ class OriginalSurface:
             engine.watch.look_at_copy()
         if inspect.ismethod(attribute) and attribute.__self__ is engine.model:
             return method_of_original(attribute, engine.model, self)  # type: ignore[arg-type]
-        return shown_for(attribute, engine.model, self) if isinstance(attribute, torch.nn.Module) else attribute  # type: ignore[arg-type]
+        is_shown = isinstance(attribute, (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer))
+        return shown_for(attribute, engine.model, self) if is_shown else attribute  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of ``nn.Module``; a whole state dict may be given on every rank, whatever stage it has.

@@ -75,12 +75,12 @@ def on_device(trainer: Any, inputs: Any) -> dict[str, Any]:
     return dict(trainer._prepare_inputs(inputs))
 
 
-def moved_noise(handle: RemovableHandle, handed_over: Any, planned: Any) -> RemovableHandle:
-    """NEFTune's hook on a planned model, once planning has copied it; the model that was handed over loses its own."""
+def moved_noise(handle: RemovableHandle, handed_over: Any, copy: Any) -> RemovableHandle:
+    """NEFTune's hook on the copy of a planned model; the model that was handed over loses its own."""
     from transformers.integrations.neftune import deactivate_neftune, neftune_post_forward_hook
 
     deactivate_neftune(handed_over, handle)
-    hooks = hooks_of(planned.get_input_embeddings(), "_forward_hooks")
+    hooks = hooks_of(copy.get_input_embeddings(), "_forward_hooks")
     moved = RemovableHandle(hooks)
     moved.id = next(number for number, hook in hooks.items() if hook is neftune_post_forward_hook)
     return moved
