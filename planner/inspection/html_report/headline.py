@@ -49,7 +49,8 @@ def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     share = f"{fullest / limit:.1%} of {format_bytes(limit)}" if limit else ""
     filled = "; in brackets, nine of ten plans that filled such devices" if step.memory_interval else ""
     yield Card("Fullest device", format_bytes_between(fullest, step.memory_interval), share + filled)
-    yield Card("Gap", f"{certificate.gap:.2%}", f"no plan searched takes less than {format_seconds(certificate.bound)}")
+    least = format_seconds(certificate.bound)
+    yield Card("Gap", f"{certificate.gap:.2%}", f"by the objective no plan searched takes less than {least}")
     if price is not None:
         cost = running_cost(plan, price)
         remark = f"at {price:g} per device-hour; {cost.per_day:,.0f} a day"
