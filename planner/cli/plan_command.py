@@ -118,7 +118,7 @@ def add_plan(commands: Any) -> None:
         default=[],
         metavar="'NAME=VALUE …'",
         help="print what you run today beside the plan: 'dp=8,tp=8,pp=16 v=2 zero=1 recompute=full mbs=1 sp=on'; names "
-        "as for --fix; what is left open is decided in its favour",
+        "as for --fix; tp cuts layers as Megatron does; what is left open is decided in its favour",
     )
     parser.add_argument(
         "--for",
