@@ -164,8 +164,10 @@ def test_what_an_encoder_gave_begins_a_generation() -> None:
     expected = model.generate(encoder_outputs=encoded[0], **options).tolist()
     assert parallel.generate(encoder_outputs=encoded[1], **options).tolist() == expected
     assert expected != before
+    with pytest.raises(ValueError, match="'encoder' of a parallel module cannot be called by itself"):
+        parallel.get_encoder()(second)
     with pytest.raises(ValueError, match="encoder_outputs have no values"):
-        parallel.generate(encoder_outputs=parallel.get_encoder()(second), **options)
+        parallel.generate(encoder_outputs=parallel.original.get_encoder()(second), **options)
 
 
 def test_a_token_is_written_into_the_cache_where_it_lies() -> None:
