@@ -25,10 +25,11 @@ class Managed(nn.Module):
         self.first = nn.Linear(6, 8)
         self.dropout = nn.Dropout(0.5)
         self.last = nn.Linear(8, 2)
+        self.settings = {"scale": 1.0}
         self.eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.dropout(self.first(x).tanh())).square().mean()  # type: ignore[no-any-return]
+        return self.last(self.dropout(self.first(x).tanh())).square().mean() * self.settings["scale"]  # type: ignore[no-any-return]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         decayed = [one for one in self.parameters() if one.dim() > 1]
@@ -46,6 +47,13 @@ class Managed(nn.Module):
     @property
     def decayed(self) -> list[nn.Parameter]:
         return [one for one in self.parameters() if one.dim() > 1]
+
+    @property
+    def own_settings(self) -> dict[str, float]:
+        return self.settings
+
+    def all_settings(self) -> dict[str, float]:
+        return self.settings
 
     @property
     def bias(self) -> nn.Parameter:
@@ -111,6 +119,14 @@ def test_a_module_that_a_method_gives_is_the_one_that_users_see() -> None:
 def test_a_property_that_computes_with_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="scale computes with weights"):
         _ = parallel_module().scale
+
+
+@pytest.mark.parametrize("settings", [lambda module: module.own_settings, lambda module: module.all_settings()])
+def test_what_is_written_to_settings_that_the_model_gives_counts(settings: Callable[[Any], dict[str, float]]) -> None:
+    parallel = parallel_module()
+    before = parallel(x=X).item()
+    settings(parallel)["scale"] = 3.0
+    assert parallel(x=X).item() == pytest.approx(3.0 * before, rel=1e-12)
 
 
 def test_embeddings_that_transformers_gives_are_frozen() -> None:

@@ -35,9 +35,9 @@ def method_of_original(method: Callable[..., Any], model: nn.Module, parallel: n
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        left = _Left(model)
+        before = _FreezingAndModes(model)
         tensors = [*model.parameters(), *model.buffers()]
-        given = {id(one) for one in (*tree_leaves((args, kwargs)), *tensors)}
+        not_computed = {id(one) for one in (*tree_leaves((args, kwargs)), *tensors)}
         refusal = (
             f"{name} {{}}, which the model behind a parallel module does not have: call {kind}.{name}(parallel, …) "
             "with the parallel module in the place of self"
@@ -50,9 +50,9 @@ def method_of_original(method: Callable[..., Any], model: nn.Module, parallel: n
                 raise
             raise ValueError(computes) from error
         finally:
-            left.hand_over(parallel)
+            before.hand_over_changes(parallel)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in given:
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in not_computed:
                 raise ValueError(computes)
         return shown_for(result, model, parallel)
 
@@ -68,7 +68,8 @@ def property_of_original(name: str, model: nn.Module, parallel: nn.Module) -> An
 def shown_for(value: Any, model: nn.Module, parallel: nn.Module) -> Any:
     """``value`` with what users see of ``parallel`` in the place of modules and parameters of ``model``.
 
-    Of a pipeline, lists and optimizers lose the parameters of other stages.
+    A list, tuple or dictionary that has none of these is given itself: its owner sees what is written to it. Of a
+    pipeline, lists and optimizers lose the parameters of other stages.
     """
     modules = {id(module): path for path, module in model.named_modules()}
     names = {id(one): name for name, one in model.named_parameters()}
@@ -87,22 +88,24 @@ def shown_for(value: Any, model: nn.Module, parallel: nn.Module) -> Any:
                 group["params"] = [shown(entry) for entry in group["params"] if not is_elsewhere(entry)]
             return one
         if type(one) in (list, tuple):
-            return type(one)(shown(entry) for entry in one if not is_elsewhere(entry))
+            entries = [shown(entry) for entry in one if not is_elsewhere(entry)]
+            return one if list(map(id, entries)) == list(map(id, one)) else type(one)(entries)
         if type(one) is dict:
-            return {key: shown(entry) for key, entry in one.items() if not is_elsewhere(entry)}
+            items = {key: shown(entry) for key, entry in one.items() if not is_elsewhere(entry)}
+            return one if list(map(id, items.values())) == list(map(id, one.values())) else items
         return (shown(entry) for entry in one if not is_elsewhere(entry)) if isinstance(one, Iterator) else one
 
     return shown(value)
 
 
-class _Left:
+class _FreezingAndModes:
     """How a model's parts are frozen, and their modes, before a method of it runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modes = [(path, module, module.training) for path, module in model.named_modules()]
         self._trained = [(name, one, one.requires_grad) for name, one in model.named_parameters()]
 
-    def hand_over(self, parallel: nn.Module) -> None:
+    def hand_over_changes(self, parallel: nn.Module) -> None:
         """Let ``parallel`` have what has changed since, and the model be as it was."""
         here = dict(parallel.named_parameters(remove_duplicate=False))
         for name, parameter, before in self._trained:

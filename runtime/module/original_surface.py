@@ -55,6 +55,7 @@ class OriginalSurface:
         is_computed = isinstance(inspect.getattr_static(type(engine.model), name, None), property)
         try:
             if is_computed:
+                engine.watch.look_at_copy()
                 return property_of_original(name, engine.model, self)  # type: ignore[arg-type]
             attribute = getattr(engine.model, name)
         except AttributeError:

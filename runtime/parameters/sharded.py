@@ -176,11 +176,8 @@ class ShardedParameter(ParameterTensor):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         """Hold ``values`` in their memory, or in new memory: what was ``data`` before keeps what it is."""
-        if values.shape != self.shape or values.dtype != self.dtype:
-            raise ValueError(
-                f"data of {self.path!r} is {self.dtype} of shape {list(self.shape)}, and cannot be {values.dtype} of "
-                f"shape {list(values.shape)}: its plan was made for it; change the model before planner.compile"
-            )
+        advice = "its plan was made for it; change the model before planner.compile"
+        self.refuse_unlike(values, name=repr(self.path), advice=advice)
         self.owner.data = self.memory_of(values)
         self.refresh()
 

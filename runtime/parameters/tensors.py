@@ -165,12 +165,17 @@ class ParameterTensor(DTensor):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         """Hold ``values``: DTensor would leave this rank's part as it is."""
+        name = f"a gradient or of state of {self.path!r}"
+        self.refuse_unlike(values, name=name, advice="give values of that shape and dtype")
+        local_part(self).data = self.memory_of(values)
+
+    def refuse_unlike(self, values: torch.Tensor, *, name: str, advice: str) -> None:
+        """Raise ValueError if ``values``, which are to be the data of ``name``, have another shape or dtype."""
         if values.shape != self.shape or values.dtype != self.dtype:
             raise ValueError(
-                f"data of a gradient or of state of {self.path!r} is {self.dtype} of shape {list(self.shape)}, and "
-                f"cannot be {values.dtype} of shape {list(values.shape)}: give values of that shape and dtype"
+                f"data of {name} is {self.dtype} of shape {list(self.shape)}, and cannot be {values.dtype} of "
+                f"shape {list(values.shape)}: {advice}"
             )
-        local_part(self).data = self.memory_of(values)
 
     def memory_of(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``values``, itself where it lies as this tensor does."""
