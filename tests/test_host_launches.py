@@ -107,13 +107,18 @@ def test_a_step_takes_the_launches_of_one_device(num_devices: int, fix: Mapping[
 
 
 def test_collectives_of_a_tensor_axis_are_launched_too() -> None:
-    """Each of two blocks sums its rows forward, and the gradients of its input backward."""
+    """Each of two blocks sums its rows forward, and the gradients of its input backward; neither runs again."""
     pins = {"layers.*.up:*": {"tp": "cut n"}, "layers.*.down:*": {"tp": "cut k"}}
     module = seeded(functools.partial(Mlp, layers=2, size=32))
     options: dict[str, Any] = {"example_inputs": mlp_batch(size=32), "loss_fn": squared_error, "fuse": False}
     plan = planner.plan(module, quick_devices(2), fix={"tp": 2}, constraints=pins, **options)
     issued = sum(each.count for each in plan.collectives if each.axis == "tp")
     assert plan.certificate.objective == pytest.approx((ALONE + issued) * MS, rel=1e-6) and issued == 2 * 2
+    full = planner.plan(module, quick_devices(2), fix={"tp": 2, "recompute": "full"}, constraints=pins, **options)
+    issued_again = sum(each.count for each in full.collectives if each.axis == "tp") - issued
+    # norm, up and gelu of both blocks and the last linear; what a block passes on was summed once
+    assert full.certificate.objective == pytest.approx((ALONE + issued + 2 * 3 + 1) * MS, rel=1e-6)
+    assert issued_again == 0
     free = planner.plan(module, quick_devices(2), fix={"tp": 2}, **options)
     assert not free.collectives and free.certificate.objective == pytest.approx(ALONE * MS, rel=1e-6)
 

@@ -13,7 +13,7 @@ Shared with the search are only the unit prices (``planner.whole_step.costs.step
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.dtypes import item_size
@@ -89,8 +89,7 @@ class UnitPrices:
         self.users = self._users()
         self.placements = dict(self._placements())
         self.operators = {charge.name: charge for charge in walked.charges if charge.step is None}
-        self.conversions: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self.num_conversions: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        self.conversions: dict[int, list[Charge]] = defaultdict(list)
         self.forward_step: dict[tuple[str, tuple[int, int] | None, Placement], tuple[Placement, float]] = {}
         for charge in walked.charges:
             self._convert(charge)
@@ -120,9 +119,7 @@ class UnitPrices:
         self.forward_step[charge.name, charge.copy, target] = (source, charge.communication[0])
         unit = self.payer(charge)
         if unit is not None:
-            for phase in PHASES:
-                self.conversions[unit][phase] += charge.communication[phase]
-                self.num_conversions[unit][phase] += charge.collectives[phase]
+            self.conversions[unit].append(charge)
 
     def payer(self, charge: Charge) -> int | None:
         """The unit that a conversion is charged to; None if no unit uses the value."""
@@ -142,7 +139,7 @@ class UnitPrices:
         names = [name for name, (owner, _) in self.place.items() if owner == index and name in self.operators]
         forward, backward = (
             sum(self.operators[name].compute[phase] + self.operators[name].communication[phase] for name in names)
-            + self.conversions[index][phase]
+            + sum(charge.communication[phase] for charge in self.conversions[index])
             for phase in PHASES
         )
         return forward / unit.count, backward / unit.count
@@ -150,11 +147,10 @@ class UnitPrices:
     def launches(self, index: int) -> tuple[float, float]:
         """What the host launches for one copy, forward and backward, without recomputation."""
         names = [name for name, (owner, _) in self.place.items() if owner == index and name in self.operators]
-        forward, backward = (
-            sum(self.operators[name].launches(phase) for name in names) + self.num_conversions[index][phase]
-            for phase in PHASES
-        )
-        return forward / self.units[index].count, backward / self.units[index].count
+        charges, count = [*(self.operators[name] for name in names), *self.conversions[index]], self.units[index].count
+        return sum(charge.launches(0) for charge in charges) / count, sum(
+            charge.launches(1) for charge in charges
+        ) / count
 
     def weight_seconds(self, index: int) -> float:
         """The part of one copy's backward that makes gradients of parameters and nothing else."""
@@ -228,9 +224,11 @@ class UnitPrices:
         seconds = sum(charge.compute[0] for charge in (*logits, *repeated))
         launches = float(sum(charge.kernels[0] for charge in (*logits, *repeated)))
         if name == "full":
-            seconds += sum(charge.communication[0] for charge in repeated) + self.conversions[index][0] / unit.count
+            again = self._converted_again(index, rule.recomputed)
+            seconds += sum(charge.communication[0] for charge in repeated)
+            seconds += sum(charge.communication[0] for charge in again) / unit.count
             launches += sum(charge.collectives[0] for charge in repeated)
-            launches += self.num_conversions[index][0] / unit.count
+            launches += sum(charge.collectives[0] for charge in again) / unit.count
         elif not keeps_copies:
             seconds += sum(each for each, _ in copies.values())
             launches += sum(times for _, times in copies.values())
@@ -250,6 +248,13 @@ class UnitPrices:
         entered = sum(local_bytes(self.values[root]) for root in roots if root in unit.carried)
         carried = saved - entered  # of this unit, and as much of the one beside it
         return PricedPolicy(seconds, launches, entered, peak + visiting + 2 * carried, host_bytes=carried)
+
+    def _converted_again(self, index: int, recomputed: Collection[str]) -> list[Charge]:
+        """The conversions of all copies, but for what operators produce that do not run again."""
+        unit = self.units[index]
+        copies = [unit.nodes] if unit.run is None else self.runs[unit.run].copies
+        idle = {name for copy in copies for own, name in zip(unit.nodes, copy) if own not in recomputed}
+        return [charge for charge in self.conversions[index] if charge.copy or self.maker.get(charge.name) not in idle]
 
     def _visiting_bytes(self, unit: ModelUnit) -> float:
         """Bytes of tokens that other ranks of ``ep`` sent to experts of this one, and of what goes back: two rows for
@@ -290,13 +295,10 @@ class UnitPrices:
             key = (value, self._copy_taken(unit, value))
             while (*key, place) in self.forward_step:
                 source, step_seconds = self.forward_step[*key, place]
-                moved |= self._has_collective(value, source, place)
+                moved |= step_between(source, place).collectives[0] is not None
                 seconds, times, place = seconds + step_seconds, times + (step_seconds > 0), source
             if moved:
                 yield (value, target), (seconds, times)
-
-    def _has_collective(self, value: str, source: Placement, target: Placement) -> bool:
-        return step_between(source, target).collectives[0] is not None
 
     def _copy_taken(self, unit: ModelUnit, value: str) -> tuple[int, int] | None:
         """The copy that takes ``value`` from the copy before; None if it is not carried between copies."""

@@ -7,7 +7,7 @@ folded program.
 
 from __future__ import annotations
 
-from collections import ChainMap, defaultdict
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,7 +22,6 @@ from passes.plan.step_plan import CHUNKED_LOSS, ON_HOST
 from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
 from passes.rules.expert_rules import is_experts
 from passes.rules.linear_rows import LINEAR
-from planner.sharding_ilp.assignment import Conversion
 from planner.sharding_ilp.liveness import live_nodes
 from planner.sharding_ilp.sharding_problem import ValueStream
 from planner.whole_step.costs.chunked_units import chunked_units
@@ -31,7 +30,7 @@ from planner.whole_step.costs.launch_counts import LaunchCounts
 from planner.whole_step.costs.row_exchange import workspace
 from planner.whole_step.costs.sharding import ShardingSpace, Variant
 from planner.whole_step.costs.step_prices import EXPERT, weight_share
-from planner.whole_step.costs.stream_units import unit_of_stream
+from planner.whole_step.costs.unit_conversions import UnitConversions
 from planner.whole_step.costs.unit_figures import (
     BytesBeside,
     ConvertedCopy,
@@ -116,12 +115,7 @@ class _FigureReader:
         chunked = step_units.chunked.graph.values if step_units.chunked is not None else {}
         self.values: Mapping[str, Value] = ChainMap(space.graph.values, chunked)  # type: ignore[arg-type]
         self.unit_of = unit_of_nodes(step_units.units)
-        self.streams_of: dict[int, list[ValueStream]] = defaultdict(list)
-        for stream in self.problem.streams.values():
-            unit = unit_of_stream(self.units, self.unit_of, stream)
-            if unit is not None:
-                self.streams_of[unit].append(stream)
-        self.names = {id(stream): name for name, stream in self.problem.streams.items()}
+        self.conversions = UnitConversions(variant, self.units, self.unit_of)
         self.places: dict[str, Placement] = {}
         self.weights_of = self._weights()
         self.counts = LaunchCounts(space, variant)
@@ -139,7 +133,8 @@ class _FigureReader:
                 compute[phase] += option.compute[phase]
                 communication[phase] += option.communication[phase]
             weight_backward += option.compute[1] * self._weight_share(self.problem.elements[name].node)
-        for item in self._conversions(index):
+        conversions = self.conversions.of(index)
+        for item in conversions:
             communication[0] += item.copies * item.arc.forward / unit.count
             communication[1] += item.backward_copies * item.arc.backward / unit.count
         entering, returning = self.crossing.before(index, self.values)
@@ -154,13 +149,8 @@ class _FigureReader:
             entering_bytes=entering,
             returning_bytes=returning,
             launches=self.counts.operators(unit.nodes),
-            collective_launches=self.counts.collectives(unit, self._conversions(index)),
+            collective_launches=self.counts.collectives(unit, conversions),
         )
-
-    def _conversions(self, index: int) -> list[Conversion]:
-        """All conversions that the copies of a unit pay for."""
-        trees = self.variant.assignment.trees
-        return [item for stream in self.streams_of[index] for item in trees[self.names[id(stream)]]]
 
     def _weight_share(self, node: Node | None) -> float:
         """Share of an operator's backward that only makes gradients of parameters."""
@@ -342,7 +332,7 @@ class _FigureReader:
         again = 0.0 if keep_copies else sum((copy.seconds for copy in copies.values()), 0.0)
         collectives = 0.0 if keep_copies else float(sum(copy.launches for copy in copies.values()))
         if base == "full":
-            conversions = self._conversions(index)
+            conversions = self.conversions.again(index, rule.recomputed)
             again = sum(option.communication[0] for option in options)
             again += sum(item.copies * item.arc.forward / unit.count for item in conversions)
             collectives, _ = self.counts.collectives(unit, conversions, names=rule.recomputed)
