@@ -7,32 +7,45 @@ constant is fitted, ``EARLY_HOPPER_SLOWDOWN``, to runs of the calibration half. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.published_tensor_layers import TensorLayer, gather_seconds
 from cost_models import Cluster
 from cost_models.efficiency import ATTENTION_KINDS, Curve, Efficiency
 from cost_models.hardware import Device, DeviceGroup
 from cost_models.step import LayerCosts, LayerSeconds, PipelineStep
-from passes.plan.step_plan import StepPlan
+from passes.plan.step_plan import GroupPlan, StepPlan
 
 #: Attention before FlashAttention-2: "1.3 to 2.5 times" slower in Triton (Dao, "FlashAttention-2", 2023, section 4.1);
 #: the geometric mean of the two.
 TRITON_SLOWDOWN = 1.8
+#: Attention of cuDNN 9 on Hopper over FlashAttention-2, which the preset has, causal, heads of 128: read off figures 5
+#: and 6 of Shah et al., "FlashAttention-3", 2024, at length 4k. Without a mask we measured 1.9 forward, 1.6 backward
+#: (results/gpu.md, "Attention with a mask").
+CUDNN_SPEEDUP = 1.65
 #: Matrix products of CUDA 12.1, the first for Hopper, over those of 2024 and after that the presets know: fitted, the
 #: median over the calibration half of MPT's runs on H100, of which each has products of other sizes (mean error 5%).
 EARLY_HOPPER_SLOWDOWN = 1.22
-#: Bytes that a float32 loss moves for each logit beyond a fused one's reading of 16 bits. Forward: cast (2 + 4),
-#: log-softmax (4 + 4). Backward: gradient of the chosen entries (4 + 4), of log-softmax (4 + 4 + 4), cast (4 + 2).
-FORWARD_LOGIT_BYTES, BACKWARD_LOGIT_BYTES = 14, 26
-#: Bytes of each logit when a float32 loss holds most, in its backward pass: log-softmax, its gradient, the logits'.
-#: Where the vocabulary is sharded also two temporaries of the formula in torch.distributed.tensor.parallel.loss.
-LOSS_BYTES, SHARDED_LOSS_BYTES = 12, 20
+#: Logits' dtype → bytes that a loss, operator by operator, moves for each logit beyond a fused one's reading of 16
+#: bits, forward and backward. Forward: cast (2 + 4), log-softmax (4 + 4); of 16 bits log-softmax (2 + 2, of which 2
+#: are that reading). Backward: gradient of the chosen entries (4 + 4; of 16 bits written alone), of log-softmax (three
+#: tensors), cast (4 + 2).
+LOGIT_TRAFFIC = {"float32": (14, 26), "bfloat16": (2, 8)}
+#: The same → bytes of each logit when the loss holds most, in its backward pass: log-softmax, its gradient, the
+#: logits'; of 16 bits also the logits themselves, which the training loop still names.
+LOSS_BYTES = {"float32": 12, "bfloat16": 8}
+#: Besides where the vocabulary is sharded: two temporaries of the formula in torch.distributed.tensor.parallel.loss.
+SHARDED_LOSS_BYTES = 8
 #: Bytes of a parameter's state: itself, its gradient and AdamW's moments, in float32.
 STATE_BYTES = 16
 #: Bytes of a gathered weight, of the next one, and of its gradient in float32, for each element.
 GATHERED_BYTES = 8
+#: Bytes of an element of a gradient that is added up in float32.
+FLOAT32 = 4
+#: Share of the state that is a gradient, whatever the width of all four.
+GRADIENT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,16 @@ class Framework:
         gathers_beside_forward: updated parameters are gathered beside the next step's first forward pass, layer by
             layer (Megatron-LM's ``--overlap-param-gather``).
         float32_logits: the loss runs on logits cast to float32, operator by operator.
+        plain_logits: the loss runs on the logits of 16 bits, operator by operator.
+        gathers_logits: every tensor rank gathers all logits, and computes the whole loss.
+        copies_shards, reduces_each_product, gathers_each_product: of tensor-parallel layers, see
+            ``benchmarks.published_tensor_layers``.
+        reduces_once: gradients of fully sharded parameters are added up whole, in float32, and reduced once a step
+            (``set_requires_gradient_sync(False)`` but for the last micro-batch): there are no pieces of them meanwhile.
+        replicates_embedding: every tensor rank holds the whole embedding.
+        state_bytes: of a parameter, its gradient and AdamW's moments; 8 where all of them have 16 bits.
         triton_attention: attention is FlashAttention as written in Triton, before FlashAttention-2.
+        cudnn_attention: attention is cuDNN's, which torch 2.9 and later take on Hopper.
         early_hopper_products: matrix products are those of CUDA 12.1 on a Hopper device.
         flat_buffer_bytes: moved for each fully sharded parameter in each micro-batch, forward and backward, to copy in
             and out of flat buffers. torch's ``fully_shard``: [4, 10], gathered parameters copied out (2 + 2) in both
@@ -61,7 +83,16 @@ class Framework:
     reduces_after_backward: bool = False
     gathers_beside_forward: bool = False
     float32_logits: bool = False
+    plain_logits: bool = False
+    gathers_logits: bool = False
+    copies_shards: bool = False
+    reduces_each_product: bool = False
+    gathers_each_product: bool = False
+    reduces_once: bool = False
+    replicates_embedding: bool = False
+    state_bytes: int = STATE_BYTES
     triton_attention: bool = False
+    cudnn_attention: bool = False
     early_hopper_products: bool = False
     flat_buffer_bytes: tuple[float, float] = (0.0, 0.0)
 
@@ -70,12 +101,14 @@ class Framework:
         slowdowns: dict[str, float] = {}
         if self.triton_attention:
             slowdowns |= dict.fromkeys(ATTENTION_KINDS, TRITON_SLOWDOWN)
+        if self.cudnn_attention:
+            slowdowns |= dict.fromkeys(ATTENTION_KINDS, 1.0 / CUDNN_SPEEDUP)
         if self.early_hopper_products:
             slowdowns["matmul"] = EARLY_HOPPER_SLOWDOWN
         groups = tuple(DeviceGroup(_slower(group.device, slowdowns), group.count) for group in cluster.groups)
         return dataclasses.replace(cluster, groups=groups)
 
-    def on_step(self, step: StepPlan, graph: Any, config: Any, seq_len: int, device: Device) -> PipelineStep:
+    def on_step(self, step: StepPlan, graph: Any, config: Any, seq_len: int, cluster: Cluster) -> PipelineStep:
         """``step`` as the framework runs it.
 
         Args:
@@ -83,57 +116,136 @@ class Framework:
             graph: the captured graph of the model, whose matrix products are run again.
             config: the model's, for its vocabulary.
             seq_len: tokens of a sample.
-            device: that prices what is added.
+            cluster: that prices what is added.
         """
-        share = step.axes.get("tp", 1) * step.axes.get("cp", 1)
         tokens = step.local_batch * seq_len
         chunks = []
         for index, chunk in enumerate(step.chunks):
-            layers = []
-            for group, part, (costs, count) in zip(chunk.groups, chunk.parts, chunk.costs.layers):
-                if self.reruns_whole_layers and group.recompute == "full":
-                    costs = _whole_layer(costs, part)
-                if self.reruns_second_products and group.recompute == "selective":
-                    costs = _second_products(costs, graph, group.unit, tokens, share, device)
-                if group.zero == 3 and any(self.flat_buffer_bytes):
-                    costs = self._with_copies(costs, step, device)
-                if self.reduces_after_backward:
-                    update = costs.update_step + costs.reduce_step
-                    costs = dataclasses.replace(costs, reduce_step=0.0, update_step=update)
-                if self.gathers_beside_forward:
-                    costs = _gathered_beside(costs, device.overlap_slowdown)
-                layers.append((costs, count))
-            if self.float32_logits and index == len(step.chunks) - 1:
-                layers[-1] = (self._float32_loss(layers[-1][0], step, tokens, config, device), layers[-1][1])
+            layers = [
+                (self._layer(costs, group, part, step, graph, tokens, cluster), count)
+                for group, part, (costs, count) in zip(chunk.groups, chunk.parts, chunk.costs.layers)
+            ]
+            if index == 0 and self.replicates_embedding:
+                layers[0] = (self._with_embedding(layers[0][0], step, config), layers[0][1])
+            if index == len(step.chunks) - 1:
+                last = _kept_loss(layers[-1][0], chunk.groups[-1], chunk.parts[-1], self.reruns_whole_layers)
+                layers[-1] = (self._loss(last, step, tokens, config, cluster), layers[-1][1])
             chunks.append(dataclasses.replace(chunk.costs, layers=tuple(layers)))
         return dataclasses.replace(step.pipeline, chunks=tuple(chunks))
 
-    def _with_copies(self, costs: LayerCosts, step: StepPlan, device: Device) -> LayerCosts:
-        parameters = costs.state_bytes / STATE_BYTES * step.axes.get("dp", 1) * step.axes.get("cp", 1)
-        forward, backward = (
-            device.seconds(flops=0.0, num_bytes=each * parameters, dtype="float32", kind="elementwise")
-            for each in self.flat_buffer_bytes
-        )
-        return dataclasses.replace(costs, forward=costs.forward + forward, backward=costs.backward + backward)
+    def _layer(
+        self,
+        costs: LayerCosts,
+        group: GroupPlan,
+        part: LayerSeconds,
+        step: StepPlan,
+        graph: Any,
+        tokens: int,
+        cluster: Cluster,
+    ) -> LayerCosts:
+        device, share = cluster.device, step.axes.get("tp", 1) * step.axes.get("cp", 1)
+        own = costs
+        if self.reruns_whole_layers and group.recompute == "full":
+            costs = _whole_layer(costs, part)
+        if self.reruns_second_products and group.recompute == "selective":
+            costs = _second_products(costs, graph, group.unit, tokens, share, device)
+        if group.zero == 3 and any(self.flat_buffer_bytes):
+            costs = self._with_copies(costs, step, device)
+        if group.zero == 3 and self._adds_up_whole(step):
+            costs = _reduced_once(costs, step, self.state_bytes)
+        if step.axes.get("tp", 1) > 1 and self.copies_shards:
+            layer = TensorLayer.of(graph, group.unit, step, tokens, cluster)
+            extra = layer.extra_seconds(
+                recomputes=group.recompute == "full",
+                reduces_each=self.reduces_each_product,
+                gathers_each=self.gathers_each_product,
+            )
+            costs = _longer(costs, extra)
+        if self.state_bytes != STATE_BYTES:
+            costs = self._with_state(costs, own)
+        if self.reduces_after_backward:
+            update = costs.update_step + costs.reduce_step
+            costs = dataclasses.replace(costs, reduce_step=0.0, update_step=update)
+        if self.gathers_beside_forward:
+            costs = _gathered_beside(costs, device.overlap_slowdown)
+        return costs
 
-    def _float32_loss(self, costs: LayerCosts, step: StepPlan, tokens: int, config: Any, device: Device) -> LayerCosts:
-        shards = step.axes.get("tp", 1)
-        logits = tokens / step.axes.get("cp", 1) * config.vocab_size / shards
-        forward, backward = (
-            device.seconds(flops=0.0, num_bytes=each * logits, dtype="float32", kind="elementwise")
-            for each in (FORWARD_LOGIT_BYTES, BACKWARD_LOGIT_BYTES)
-        )
-        peak = (SHARDED_LOSS_BYTES if shards > 1 else LOSS_BYTES) * logits
-        if 3 in step.zero:
-            peak += GATHERED_BYTES * config.vocab_size * config.hidden_size / shards
-        saves_logits = costs.saved_bytes >= 2 * logits
+    def _with_copies(self, costs: LayerCosts, step: StepPlan, device: Device) -> LayerCosts:
+        parameters = _whole_parameters(costs, step)
+        return _longer(costs, tuple(_traffic_seconds(each * parameters, device) for each in self.flat_buffer_bytes))
+
+    def _with_state(self, costs: LayerCosts, planned: LayerCosts) -> LayerCosts:
+        share = self.state_bytes / STATE_BYTES
+        state_bytes = costs.state_bytes - (1.0 - share) * planned.state_bytes
+        return dataclasses.replace(costs, state_bytes=state_bytes, update_step=costs.update_step * share)
+
+    def _with_embedding(self, costs: LayerCosts, step: StepPlan, config: Any) -> LayerCosts:
+        """The first unit with the parts of the embedding that the plan has on other tensor ranks."""
+        more = config.vocab_size * config.hidden_size * (1.0 - 1.0 / step.axes.get("tp", 1))
+        pieces = step.axes.get("dp", 1) * step.axes.get("cp", 1) if 3 in step.zero else 1
+        num_bytes = self.state_bytes * more / pieces
+        if self._adds_up_whole(step):
+            num_bytes += (FLOAT32 - self.state_bytes * GRADIENT_SHARE / pieces) * more
+        peak = 0.0
+        if pieces > 1:  # the last unit of ``fully_shard``: embedding and head, reduced when all else is let go
+            gathered = GATHERED_BYTES - (FLOAT32 if self._adds_up_whole(step) else 0)
+            peak = gathered * config.vocab_size * config.hidden_size * (1.0 + 1.0 / step.axes.get("tp", 1))
         return dataclasses.replace(
-            costs,
-            forward=costs.forward + forward,
-            backward=costs.backward + backward,
-            saved_bytes=costs.saved_bytes - (2 * logits if saves_logits else 0.0),
+            costs, state_bytes=costs.state_bytes + num_bytes, peak_bytes=max(costs.peak_bytes, peak)
+        )
+
+    def _adds_up_whole(self, step: StepPlan) -> bool:
+        return self.reduces_once and step.num_microbatches > 1
+
+    def _loss(self, costs: LayerCosts, step: StepPlan, tokens: int, config: Any, cluster: Cluster) -> LayerCosts:
+        """The unit of the loss where that runs operator by operator."""
+        if not (self.float32_logits or self.plain_logits):
+            return costs
+        dtype, shards = "float32" if self.float32_logits else "bfloat16", step.axes.get("tp", 1)
+        local = tokens / step.axes.get("cp", 1) * config.vocab_size / shards
+        logits = local * shards if self.gathers_logits else local
+        forward, backward = (_traffic_seconds(each * logits, cluster.device) for each in LOGIT_TRAFFIC[dtype])
+        if self.gathers_logits and shards > 1:
+            forward += gather_seconds(2 * logits, step, cluster)
+        peak = LOSS_BYTES[dtype] * logits
+        if shards > 1 and not self.gathers_logits:
+            peak += SHARDED_LOSS_BYTES * logits
+        if 3 in step.zero:
+            gathered = GATHERED_BYTES - (FLOAT32 if self._adds_up_whole(step) else 0)
+            peak += gathered * config.vocab_size * config.hidden_size / shards
+        saves_logits = costs.saved_bytes >= 2 * local
+        return dataclasses.replace(
+            _longer(costs, (forward, backward)),
+            saved_bytes=costs.saved_bytes - (2 * local if saves_logits else 0.0),
             peak_bytes=max(costs.peak_bytes, peak),
         )
+
+
+def _longer(costs: LayerCosts, seconds: Sequence[float]) -> LayerCosts:
+    """``costs`` with so many more seconds, forward and backward."""
+    forward, backward = seconds
+    return dataclasses.replace(costs, forward=costs.forward + forward, backward=costs.backward + backward)
+
+
+def _traffic_seconds(num_bytes: float, device: Device) -> float:
+    return device.seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="elementwise")
+
+
+def _whole_parameters(costs: LayerCosts, step: StepPlan) -> float:
+    """Parameters of a fully sharded layer that a rank holds once they are gathered."""
+    return costs.state_bytes / STATE_BYTES * step.axes.get("dp", 1) * step.axes.get("cp", 1)
+
+
+def _reduced_once(costs: LayerCosts, step: StepPlan, state_bytes: int) -> LayerCosts:
+    """Gradients whole, in float32, from the first micro-batch to the last, in the place of pieces."""
+    return dataclasses.replace(
+        costs,
+        reduce_backward=0.0,
+        reduce_step=costs.reduce_step + costs.reduce_backward,
+        state_bytes=costs.state_bytes
+        + FLOAT32 * _whole_parameters(costs, step)
+        - GRADIENT_SHARE * state_bytes / STATE_BYTES * costs.state_bytes,
+    )
 
 
 def _slower(device: Device, slowdowns: Mapping[str, float]) -> Device:
@@ -147,6 +259,16 @@ def _slower_kind(row: Efficiency, slowdown: float) -> Efficiency:
     if kernel is not None:
         kernel = dataclasses.replace(kernel, sustained=kernel.sustained / slowdown)
     return dataclasses.replace(row, flops=Curve(points), kernel=kernel)
+
+
+def _kept_loss(costs: LayerCosts, group: GroupPlan, part: LayerSeconds, reruns_whole: bool) -> LayerCosts:
+    """The unit of the loss, which no framework recomputes with the layers: they mark the layers alone."""
+    if group.recompute != "full":
+        return costs
+    again = part.recompute + part.recommunicate
+    if reruns_whole:
+        again = max(again, part.compute_forward + part.communication_forward)
+    return dataclasses.replace(costs, backward=costs.backward - again)
 
 
 def _whole_layer(costs: LayerCosts, part: LayerSeconds) -> LayerCosts:

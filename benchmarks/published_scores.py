@@ -228,7 +228,7 @@ def _pairs(runs: Iterable[PublishedRun], predictions: Predictions) -> Iterator[t
     """Of each pair of one model on one chip, the ratios of their speeds: predicted, published."""
     stated = [run for run in runs if speed_ratios([run], predictions)]
     for one, other in itertools.combinations(stated, 2):
-        if (one.model, one.device) == (other.model, other.device):
+        if (one.architecture, one.device) == (other.architecture, other.device):
             predicted, published = (
                 _speed_of(one, predictions, each) / _speed_of(other, predictions, each)
                 for each in ("predicted", "published")

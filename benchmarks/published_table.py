@@ -1,12 +1,12 @@
 """Published training runs, each planned with everything fixed as its source says: predicted against published.
 
-    python -m benchmarks.published                 # all runs of published_runs/: about ten minutes
+    python -m benchmarks.published                 # all runs of published_runs/: some minutes
     python -m benchmarks.published titan MPT-7B    # those whose name contains one of these
 
 A row's ratios are predicted / published: speed (tokens/s of a device, whatever the source states converted to it), and
-memory of the fullest device, as a caching allocator reserves it. Memory does not bind unless the row says so: what a
-run needs is what is compared. Efficiency curves are one set a device; ``split`` says which runs they
-may be set by (``calibration``), and by which they are judged (``test``).
+memory of the fullest device, as a caching allocator reserves it or of its tensors, whichever is published. Memory does
+not bind unless the row says so: what a run needs is what is compared. Efficiency curves are one set a device; ``split``
+says which runs they may be set by (``calibration``), and by which they are judged (``test``).
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ class PublishedRun:
         return "calibration" if self.fitted_before or is_even else "test"
 
     @property
+    def architecture(self) -> tuple[Any, ...]:
+        """What runs of one model share: its name, and the sizes that the run gives it."""
+        return self.model, *(self.overrides.get(name) for name in ("hidden_size", "num_hidden_layers"))
+
+    @property
     def family(self) -> str:
         """``"fully sharded"``, ``"tensor/pipeline"``, or ``"replicated"`` (data parallelism alone)."""
         if self.fix["tp"] > 1 or self.fix["pp"] > 1:
@@ -131,7 +136,7 @@ def compare(run: PublishedRun, *, gap: float = Demands.gap) -> Comparison:
     else:
         step = split_by_rule(run, run.tensor, graph, config, cluster)
     assert step is not None
-    played = Framework(**run.framework).on_step(step, graph, config, run.seq_len, cluster.device)
+    played = Framework(**run.framework).on_step(step, graph, config, run.seq_len, cluster)
     return comparison(run, step, played, config, cluster.num_devices)
 
 
@@ -150,13 +155,14 @@ def comparison(run: PublishedRun, step: StepPlan, played: PipelineStep, config: 
     tokens = run.global_batch * run.seq_len
     seconds = published_seconds(run, step, config, num_devices)
     more = max(step_memory(played)) - max(step_memory(step.pipeline))
-    reserved = reserved_bytes(max(rank.total for rank in step.memory) + more)
+    tensors = max(rank.total for rank in step.memory) + more
+    num_bytes = tensors if "allocated_gib" in run.published else reserved_bytes(tensors)
     return Comparison(
         run=run,
         predicted_speed=tokens / simulate(played).seconds / num_devices,
         published_speed=None if seconds is None else tokens / seconds / num_devices,
-        predicted_gib=reserved / 2**30,
-        published_gib=run.published.get("gib"),
+        predicted_gib=num_bytes / 2**30,
+        published_gib=run.published.get("gib", run.published.get("allocated_gib")),
     )
 
 

@@ -284,4 +284,11 @@ def _resized(data: dict[str, Any], text: str, sizes: str) -> dict[str, Any]:
     levels = [dict(level) for level in data["levels"]]
     for level, count in zip(reversed(levels), counts):
         level["size"] = int(count)
+        if "links" in level:
+            level["links"] = [link for link in level["links"] if _joins(link, int(count))]
     return {**data, "name": text, "levels": levels}
+
+
+def _joins(link: Mapping[str, Any], size: int) -> bool:
+    """Whether both ends of a link are among the first ``size`` parts of its level, or switches."""
+    return all(not isinstance(end, int) or end < size for end in (link["a"], link["b"]))

@@ -14,7 +14,7 @@ from cost_models.presets import load_preset, preset_names
 PRESETS = (
     "8x-rtx3090", "8x-rtx4090", "8x1080ti", "a100-pcie-80g", "a10g", "aws-p3dn", "aws-p4d", "aws-p5", "cpu-local",
     "dgx-a100-40g", "dgx-a100-80g", "dgx-b200", "dgx-h100", "dgx-h200", "dgx-v100-16g", "dgx-v100-32g",
-    "h100-96g-500w", "hgx-h800", "l4", "t4", "tpu-v4", "tpu-v4-torus",
+    "h100-96g-500w", "hgx-h200-4gpu", "hgx-h800", "l4", "t4", "tpu-v4", "tpu-v4-torus",
 )  # fmt: skip
 
 TWO_BOXES = """
@@ -71,7 +71,7 @@ def test_all_presets_are_there():
 def test_presets_load_and_survive_a_round_trip_through_json(name):
     cluster = Cluster.parse(name)
     assert cluster.name == name
-    assert cluster.num_devices == {"tpu-v4": 4, "tpu-v4-torus": 64, "cpu-local": 1}.get(name, 8)
+    assert cluster.num_devices == {"tpu-v4": 4, "tpu-v4-torus": 64, "cpu-local": 1, "hgx-h200-4gpu": 4}.get(name, 8)
     assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
     rates = cluster.device.flops
     assert rates.get("float64", 0) <= rates["float32"] <= rates.get("tfloat32", rates["float32"])
@@ -92,6 +92,20 @@ def test_sizes_after_the_colon(text, num_devices):
     cluster = Cluster.parse(text)
     assert (cluster.num_devices, cluster.name) == (num_devices, text)
     assert sum(group.count for group in cluster.groups) == num_devices
+
+
+def test_gpus_wired_to_each_other_have_the_links_between_those_in_use():
+    """Four of them 18 links each, 6 to each other: two have a third of what each has."""
+    whole, pair = Cluster.parse("hgx-h200-4gpu:2"), Cluster.parse("hgx-h200-4gpu:1x2")
+    assert (whole.num_devices, pair.num_devices) == (8, 2)
+    assert [len(cluster.levels[0].wires) for cluster in (whole, pair)] == [6, 1]
+    seconds = [
+        CostModel(cluster, {"dp": cluster.num_devices // 2, "tp": 2}).collective_seconds(
+            "all_gather", num_bytes=1e9, axis="tp"
+        )
+        for cluster in (whole, pair)
+    ]
+    assert seconds[0] == seconds[1] >= 0.5e9 / 150e9
 
 
 @pytest.mark.parametrize(
