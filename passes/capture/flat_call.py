@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.capture.call_arguments import batch_for_loss
 from passes.capture.loss_of_call import CalledModel, calls_model
 from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
 from passes.capture.numbers_as_places import refuse_left_over
@@ -124,7 +125,7 @@ class FlatCall(nn.Module):
     def with_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingOutput:
         assert self.loss_fn is not None
         parameters = list(self.parameters_of_forward.values())
-        batch = _batch(args, kwargs, [parameter.name for parameter in parameters])
+        batch = batch_for_loss(args, kwargs, self.parameters_of_forward)
         if calls_model(self.loss_fn):
             called = CalledModel(self.model, self.extra, for_loss=partial(for_loss, self.model))
             loss = self.loss_fn(called, batch)
@@ -161,14 +162,6 @@ class _InOrder(dict[Path, Any]):
 
     def __missing__(self, path: Path) -> Any:
         return next(self._tensors)
-
-
-def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> Any:
-    if not args:
-        return kwargs
-    if kwargs:
-        return {**dict(zip(names, args)), **kwargs}
-    return args[0] if len(args) == 1 else args
 
 
 def _without_cache(parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:
