@@ -271,7 +271,9 @@ def _read_arguments(
 ) -> tuple[DeviceMesh | MeshShape | Plan | Cluster, Plan | None]:
     """The target to run on, and the user's plan, if any."""
     refuse_unsupported(model)
-    refuse_inputs({} if example_inputs is None else flatten(arguments_of(example_inputs))[1])
+    if example_inputs is not None:
+        tensors = flatten(arguments_of(example_inputs))[1]
+        refuse_inputs({path[1:]: tensor for path, tensor in tensors.items()})
     target = read_target(mesh)
     if isinstance(target, Cluster):
         _refuse_with_cluster(cluster=cluster, plan=plan)

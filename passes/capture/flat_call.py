@@ -12,6 +12,7 @@ from torch import nn
 
 from passes.capture.call_arguments import batch_for_loss
 from passes.capture.loss_of_call import CalledModel, calls_model
+from passes.capture.model_copy import leading_to_copy, original_of
 from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
 from passes.capture.numbers_as_places import refuse_left_over
 from passes.capture.precision_of_calls import for_loss, precision_of
@@ -54,12 +55,18 @@ class FlatCall(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        self.loss_fn: LossFunction | None
+        vars(self)["loss_fn"] = leading_to_copy(loss_fn, model)  # a module, too, is no part of the model
         self.parameters_of_forward = inspect.signature(model.forward).parameters
         self.extra = _without_cache(self.parameters_of_forward, kwargs)
         self.structure, self.tensors = flatten((args, kwargs))
         self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
-        self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self.originals = {
+            id(tensor): name
+            for one in (model, original_of(model))
+            if one is not None
+            for name, tensor in (*one.named_parameters(), *one.named_buffers())
+        }
         self.reads: ValueReads
         #: Where the model is traced.
         self.device: torch.device
