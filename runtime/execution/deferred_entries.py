@@ -11,7 +11,7 @@ from typing import Any, Protocol
 DEFERRED = "_deferred_entries"
 
 
-class Source(Protocol):
+class EntrySource(Protocol):
     """Where entries come from."""
 
     def entry(self, key: Any) -> Any:
@@ -22,7 +22,7 @@ class Source(Protocol):
 
 
 @dataclass
-class Entries:
+class DeferredEntries:
     """Entries of one output.
 
     Attributes:
@@ -33,7 +33,7 @@ class Entries:
         is_raw: methods of the model's class are reading what is there.
     """
 
-    source: Source
+    source: EntrySource
     keys: tuple[Any, ...]
     pending: set[Any]
     absent: frozenset[Any]
@@ -73,9 +73,9 @@ def own_attributes(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def entries_of(value: Any) -> Entries | None:
+def entries_of(value: Any) -> DeferredEntries | None:
     """Entries to look after; None where the object is what it shows."""
-    entries: Entries | None = own_attributes(value).get(DEFERRED)
+    entries: DeferredEntries | None = own_attributes(value).get(DEFERRED)
     return None if entries is None or entries.is_raw else entries
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from runtime.execution.deferred_entries import (
     DEFERRED,
-    Entries,
-    Source,
+    DeferredEntries,
+    EntrySource,
     as_it_is,
     attributes_of,
     entries_of,
@@ -38,7 +38,7 @@ def can_be_deferred(example: Any) -> bool:
     return bool(type(example).__flags__ & _HAS_SUBCLASSES)
 
 
-def deferred(example: Any, source: Source, *, pending: Iterable[Any], absent: Iterable[Any] = ()) -> Any:
+def deferred(example: Any, source: EntrySource, *, pending: Iterable[Any], absent: Iterable[Any] = ()) -> Any:
     """An object like ``example`` whose ``pending`` entries are fetched from ``source`` when they are read.
 
     Args:
@@ -46,7 +46,7 @@ def deferred(example: Any, source: Source, *, pending: Iterable[Any], absent: It
         pending, absent: by their keys (``entry_keys``); absent ones raise an error when they are read, and a mapping
             does not list them.
     """
-    entries = Entries(source, entry_keys(example), set(pending), frozenset(absent))
+    entries = DeferredEntries(source, entry_keys(example), set(pending), frozenset(absent))
     original: Any = type(example)
     instance = _copied(example, _deferred_class(original), without=entries.absent)
     own_attributes(instance)[DEFERRED] = entries
