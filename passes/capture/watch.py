@@ -22,7 +22,7 @@ from passes.capture.value_reads import ValueReads
 from passes.capture.without_gradients import call_without_gradients
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
-from passes.torch_compat import host_operators  # noqa: F401
+from passes.torch_compat import fake_quantization, host_operators  # noqa: F401
 from passes.torch_compat.tensor_fields import FakeTensor, is_inside_transform, layout_of, saved_tensors_hooks_of_thread
 
 #: Methods that change or look at gradients as they pass, by what to do instead.
