@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cost_models import Cluster
     from cost_models.registered_schedules import register_schedule
     from passes.capture import CaptureError
+    from passes.capture.call_arguments import CallArguments
     from passes.fuse.registered_fusions import register_fusion
     from passes.plan import Plan
     from passes.rules.registered_rules import register_rule
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ActivationCache": "planner.activation_cache.activation_cache",
     "CacheRoom": "planner.changing.freezing",
+    "CallArguments": "passes.capture.call_arguments",
     "CaptureError": "passes.capture",
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
@@ -83,6 +85,7 @@ leave_last_words()
 __all__ = [
     "ActivationCache",
     "CacheRoom",
+    "CallArguments",
     "CaptureError",
     "CheckpointManager",
     "Cluster",

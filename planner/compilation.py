@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_models import Cluster
 from cost_models.unequal_devices import in_order
 from passes.capture import refuse_inputs, refuse_unsupported
+from passes.capture.call_arguments import CallArguments, ExampleInputs, arguments_of
 from passes.capture.nested_values import flatten
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
@@ -56,7 +57,7 @@ def compile(
     model: nn.Module,
     mesh: Target | None = None,
     *,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -91,7 +92,8 @@ def compile(
             * a plan, or the path of one (``"plan.json"``), which has its mesh in it.
 
             ``planner.targets.read_target`` says how text is told apart.
-        example_inputs: arguments of one global batch (a mapping by name, or a tuple), to plan now.
+        example_inputs: arguments of one global batch (a mapping by name, a tuple by position, or a
+            ``planner.CallArguments`` of both), to plan now.
         batch_size, seq_len: the same for a Hugging Face model. Without any of these, planning happens at the first
             call, with its inputs (on a cluster that is named: refused).
         loss_fn: ``loss_fn(outputs, batch) -> scalar`` for a model that does not compute its own loss.
@@ -148,7 +150,7 @@ def engine_for(
     model: nn.Module,
     mesh: Target,
     *,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -269,7 +271,9 @@ def _read_arguments(
 ) -> tuple[DeviceMesh | MeshShape | Plan | Cluster, Plan | None]:
     """The target to run on, and the user's plan, if any."""
     refuse_unsupported(model)
-    refuse_inputs(flatten(example_inputs)[1])
+    if example_inputs is not None:
+        tensors = flatten(arguments_of(example_inputs))[1]
+        refuse_inputs({path[1:]: tensor for path, tensor in tensors.items()})
     target = read_target(mesh)
     if isinstance(target, Cluster):
         _refuse_with_cluster(cluster=cluster, plan=plan)
@@ -282,7 +286,7 @@ def plan_on_devices(
     *,
     hardware: Cluster | str | None,
     ranks: Sequence[int] | None = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
+    example_inputs: ExampleInputs | None,
     fix: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
@@ -338,7 +342,7 @@ def _engine(
     plan: Plan | None,
     planner: Planner | None = None,
     loss_fn: Callable[..., Any] | None = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     compute: torch.dtype | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     dynamic: bool = False,
@@ -361,26 +365,30 @@ def _engine(
             planner = within_a_stage(plan, places)
     example: Any = None
     if example_inputs is not None:
-        by_name = isinstance(example_inputs, Mapping)
-        example = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
+        example = arguments_of(example_inputs)
     options: dict[str, Any] = {"loss_fn": loss_fn, "compute": compute, "planner": planner, "buffers": buffers}
     options["dynamic"] = dynamic
     return Engine(model, places, plan=plan, example=example, **options)
 
 
-def planned_inputs(plan: Plan) -> dict[str, torch.Tensor]:
+def planned_inputs(plan: Plan) -> CallArguments:
     """Inputs without data of the shapes that ``plan`` was made for.
 
     Raises:
-        ValueError: if they are not all given by name.
+        ValueError: if they are not all whole arguments, or a positional one is no tensor.
     """
-    nested = [name for name in plan.inputs if "." in name or not name.isidentifier()]
-    if nested:
-        raise ValueError(f"example_inputs is missing: the plan's input {nested[0]!r} cannot be made up from its name")
-    return {
+    places = sorted(int(name) for name in plan.inputs if name.isdecimal())
+    unclear = [name for name in plan.inputs if not name.isidentifier() and not name.isdecimal()]
+    if not unclear and places != list(range(len(places))):
+        unclear = [str(places[-1])]
+    if unclear:
+        raise ValueError(f"example_inputs is missing: the plan's input {unclear[0]!r} cannot be made up from its name")
+    inputs = {
         name: torch.empty(planned.shape, dtype=getattr(torch, planned.dtype), device="meta")
         for name, planned in plan.inputs.items()
     }
+    positional = [inputs.pop(str(place)) for place in places]
+    return CallArguments(*positional, **inputs)
 
 
 def check_same_model(model: nn.Module, plan: Plan) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.capture.call_arguments import CallArguments
 from passes.ir.types import MeshShape
-from planner.first_call import example_of
 from planner.targets import num_devices_of
 from runtime import ops
 from runtime.agreement.ranks_together import rank_in
@@ -55,7 +55,7 @@ class ModelReplanner:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(facts.trains[name])
         if options.get("example_inputs") is None and facts.example is not None:
-            options["example_inputs"] = example_of(model, facts.example.args, facts.example.kwargs)
+            options["example_inputs"] = CallArguments(*facts.example.args, **facts.example.kwargs)
         random_state = ops.get_random_state()
         try:
             engine = self.engine_for(model, target, buffers=facts.buffers, ranks=ranks, **self.options, **options)

@@ -11,10 +11,10 @@ from torch import nn
 
 from cost_models import Cluster
 from cost_models.text import counted
+from passes.capture.call_arguments import CallArguments
 from passes.ir.types import MeshShape
 from planner.targets import as_device_mesh
 from runtime.agreement.call_agreement import FORWARD
-from runtime.calls.model_call import read_call
 from runtime.execution.engine import Engine
 from runtime.execution.rank_mapping import RankPlaces
 from runtime.mesh.first_rank import is_first_rank
@@ -43,7 +43,7 @@ def planned_at_first_call(
         if verb == FORWARD:  # a loss that the caller differentiates must be on every rank
             fixed.setdefault("pp", 1)
         with _as_left(model, before):
-            engine = engine_for(model, cluster, example_inputs=example_of(model, args, kwargs), fix=fixed or None)
+            engine = engine_for(model, cluster, example_inputs=CallArguments(*args, **kwargs), fix=fixed or None)
         _fill(engine, before, model)
         engine.watch.continue_from(before.watch)
         if is_first_rank(engine.places.device_mesh):
@@ -51,19 +51,6 @@ def planned_at_first_call(
         return engine
 
     return ParallelModule(whole, plan)
-
-
-def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments in one of the two forms of ``example_inputs``."""
-    if not args or not kwargs:
-        return args or kwargs
-    call = read_call(model.forward, args, kwargs)
-    if call.args:
-        raise ValueError(
-            f"the first call of {type(model).__name__} has arguments that cannot be given by name beside others that "
-            "are: call train_step or the module with all by position, or give example_inputs to planner.compile"
-        )
-    return call.kwargs
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from planner.solvers.collection import no_collection
 if TYPE_CHECKING:
     import torch
 
+    from passes.capture.call_arguments import ExampleInputs
     from passes.ir.graph import Graph
     from planner.graph_cache.planned_graph import PlannedGraph
     from planner.whole_step.result.search_progress import Progress
@@ -33,7 +34,7 @@ def plan(
     mesh: MeshShape | Mapping[str, int] | str | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     dtype: str | None = None,
     training: bool | None = None,
@@ -75,7 +76,8 @@ def plan(
         mesh: axis sizes, outermost first: ``{"dp": 32, "tp": 8}`` or ``"dp=32,tp=8"``.
         batch_size, global_batch: samples in a step, over all devices (two names of one thing).
         seq_len: tokens in a sample of a Hugging Face model (images: not used).
-        example_inputs: for any other model, its keyword arguments (a mapping) or positional ones (a tuple).
+        example_inputs: for any other model, its keyword arguments (a mapping), positional ones (a tuple), or both
+            (``planner.CallArguments``).
         loss_fn: ``loss_fn(outputs, batch) -> scalar`` for a model that does not compute its own loss.
         dtype: parameter dtype of a model built from a config (default: bfloat16).
         training: plan a training step (default: when there is a loss) or inference.
@@ -248,7 +250,7 @@ def graph_to_plan(
     fuse: bool = True,
     batch_size: int | None = None,
     seq_len: int | None = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     dtype: str | None = None,
     training: bool | None = None,
@@ -359,7 +361,7 @@ def capture_for_planning(
     *,
     batch_size: int | None = None,
     seq_len: int | None = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     dtype: str | None = None,
     training: bool | None = None,
@@ -373,6 +375,7 @@ def capture_for_planning(
     import torch
 
     from passes.capture import capture
+    from passes.capture.call_arguments import arguments_of
     from passes.ir.errors import MissingValues
     from planner.library import example_ids
 
@@ -382,9 +385,8 @@ def capture_for_planning(
     if example_inputs is None:
         example_inputs = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
     tell(Report(CAPTURING))
-    names = isinstance(example_inputs, Mapping)
     options: dict[str, Any] = {"loss_fn": loss_fn, "training": training, "copy_repeats": True}
-    options |= {"kwargs": dict(example_inputs)} if names else {"args": tuple(example_inputs)}
+    options["args"], options["kwargs"] = arguments_of(example_inputs)
     try:
         return capture(module, **options)
     except MissingValues:
@@ -411,11 +413,9 @@ def as_module(model: Any, *, dtype: str | None = None) -> torch.nn.Module:
 
 def check_samples(example_inputs: Any, batch_size: int | None) -> None:
     """Raise ValueError for a number of samples that example inputs, which are planned for, do not have."""
-    import torch
+    from passes.capture.nested_values import flatten
 
-    from passes.torch_compat.operators import tree_leaves
-
-    sizes = {leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    sizes = {tensor.shape[0] for tensor in flatten(example_inputs)[1].values() if tensor.dim()}
     if batch_size is not None and sizes and batch_size not in sizes:
         raise ValueError(
             f"a step of {batch_size} samples (batch_size, global_batch) is asked for, but example_inputs have "

@@ -179,6 +179,7 @@ def example_by_name(module: nn.Module, options: Mapping[str, Any]) -> dict[str, 
     Raises:
         ValueError: for those that cannot be passed by name.
     """
+    from passes.capture.call_arguments import arguments_of
     from planner.planning import example_inputs_of
     from runtime.calls.model_call import read_call
 
@@ -186,8 +187,7 @@ def example_by_name(module: nn.Module, options: Mapping[str, Any]) -> dict[str, 
     if inputs is None:
         batch_size = options.get("global_batch") or options.get("batch_size")
         inputs = example_inputs_of(module, batch_size=batch_size, seq_len=options.get("seq_len"))
-    by_name = isinstance(inputs, Mapping)
-    call = read_call(module.forward, () if by_name else tuple(inputs), dict(inputs) if by_name else {})
+    call = read_call(module.forward, *arguments_of(inputs))
     if call.args:
         raise ValueError("activations are cached for models whose batches are passed by name: give example_inputs so")
     return call.kwargs

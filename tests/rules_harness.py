@@ -61,6 +61,8 @@ WITHOUT_GRADIENT: dict[str, tuple[int, ...] | None] = {
     "aten.hinge_embedding_loss.default": (1,),
     "aten.multi_margin_loss.default": (2,),
     "aten.instance_norm.default": (3, 4),
+    "aten.fake_quantize_per_tensor_affine.tensor_qparams": (1, 2),
+    "aten.fake_quantize_per_channel_affine.default": (1, 2),
     **dict.fromkeys(("aten.copy.default", "aten.copy_.default"), None),
     "aten.batch_norm.default": (-2, -1),
     "aten.binary_cross_entropy.default": (1, 2),

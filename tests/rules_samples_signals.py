@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from rules_samples import Arguments, Draw, sampler
 
+from passes.torch_compat import fake_quantization  # noqa: F401  (shapes without data)
+
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
@@ -218,3 +220,37 @@ def take_along_dim(draw: Draw) -> Arguments:
     places = [1 if draw.int(0, 3) == 0 else size for size in shape]
     places[dim] = draw.int(1, 4)
     return (draw.normal(*shape), draw.integers(0, shape[dim], *places), dim), {}
+
+
+@sampler("fake_quantize_per_tensor_affine")
+def fake_quantized(draw: Draw) -> Arguments:
+    return (draw.normal(*draw.shape()), draw.of(0.05, 0.3), draw.int(-2, 2), -8, 7), {}
+
+
+@sampler("fake_quantize_per_tensor_affine.tensor_qparams")
+def fake_quantized_by_tensors(draw: Draw) -> Arguments:
+    one = draw.of((), (1,))
+    scale, zero_point = draw.between(0.05, 0.3, *one).float(), draw.integers(-2, 3, *one).int()
+    return (draw.normal(*draw.shape()), scale, zero_point, -8, 7), {}
+
+
+@sampler("fake_quantize_per_channel_affine")
+def fake_quantized_channels(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    axis = draw.int(0, len(shape) - 1)
+    scales = draw.between(0.05, 0.3, shape[axis]).float()
+    return (draw.normal(*shape), scales, draw.integers(-2, 3, shape[axis]).int(), axis, -8, 7), {}
+
+
+@sampler("_fake_quantize_learnable_per_tensor_affine")
+def quantized_by_learned_scale(draw: Draw) -> Arguments:
+    scale, zero_point = draw.between(0.05, 0.3, 1).float(), draw.integers(-2, 3, 1).float()
+    return (draw.normal(*draw.shape()).float(), scale, zero_point, -8, 7, draw.of(1.0, 0.5)), {}
+
+
+@sampler("_fake_quantize_learnable_per_channel_affine")
+def quantized_by_learned_scales(draw: Draw) -> Arguments:
+    shape = draw.shape(2)  # of one dim, torch's gradient of the scales has none
+    axis = draw.int(0, len(shape) - 1)
+    scales, zero_points = draw.between(0.05, 0.3, shape[axis]).float(), draw.integers(-2, 3, shape[axis]).float()
+    return (draw.normal(*shape).float(), scales, zero_points, axis, -8, 7, draw.of(1.0, 0.5)), {}

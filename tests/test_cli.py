@@ -166,9 +166,18 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", "model.py:build", *TINY[1:]], "planned from Python"),
         (["show", "no-such-plan.json"], "no-such-plan.json"),
         (["run", "--nproc", "2", "no-such-script.py"], "no-such-script.py"),
-        (["run", "--nproc", "none", "script.py"], "--nproc: expected a whole number of at least 1, got 'none'"),
+        (
+            ["run", "--nproc", "none", "script.py"],
+            "--nproc: expected a whole number from 1 to 10^18 - 1, got 'none'",
+        ),
         (["plan", "nonsense"], "unknown model 'nonsense'"),
-        (["plan", "tiny-llama", "--seq-len", "-3"], "--seq-len: expected a whole number of at least 1, got '-3'"),
+        (
+            ["plan", "tiny-llama", "--seq-len", "-3"],
+            "--seq-len: expected a whole number from 1 to 10^18 - 1, got '-3'",
+        ),
+        (["plan", "tiny-llama", "--seq-len", "9" * 17, "--global-batch", "8"], "from 1 to 100,000,000, got 99,999"),
+        (["plan", "tiny-llama", "--seq-len", "8", "--global-batch", "9" * 17], "from 1 to 100,000,000, got 99,999"),
+        (["show", "plan.json", "--tokens", "1" + "0" * 26], "--tokens: expected a whole number from 1 to 10^18 - 1"),
         (["plan", "tiny-llama", "--global-batch", "9" * 30], "--global-batch: expected a whole number"),
         (["plan", *STEP[:-2]], "error: --global-batch is missing"),
         (["plan", "tiny-vit", *STEP[1:]], "--seq-len is of models whose samples are tokens, tiny-vit takes images"),
@@ -188,7 +197,10 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["verify", "tiny-llama"], "verify needs to know on what"),
         (["verify", "tiny-llama", "--mesh", "tp=2", "--fix", "tpp=2"], "unknown name 'tpp'"),
         (["verify", "tiny-llama", "--cluster", "dgx-h10"], "unknown cluster 'dgx-h10'"),
-        (["verify", "tiny-llama", "--mesh", "tp=2", "--steps", "0"], "--steps: expected a whole number of at least 1"),
+        (
+            ["verify", "tiny-llama", "--mesh", "tp=2", "--steps", "0"],
+            "--steps: expected a whole number from 1 to 10^18 - 1",
+        ),
         ([], "COMMAND"),
     ],
 )

@@ -58,7 +58,6 @@ REFUSALS = {
     "weight elsewhere": "in pipeline chunk 2, which training does not",
     "loss outside": "must be the model's own loss, of a call in training mode",
     "one parameter": "clip by parallel.clip_grad_norm_",
-    "other output": "keeps nothing else",
     "twice": "call the model again before each backward",
     "second": "cannot be differentiated again",
 }

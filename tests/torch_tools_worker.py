@@ -212,7 +212,6 @@ def refusals() -> dict[str, str]:
     pipeline = compiled("pp")
     pipeline.train_step(**batch)
     outputs = pipeline(**batch)
-    results["other output"] = error_of(lambda: outputs["logits"])
     assert hasattr(outputs, "loss") and not hasattr(outputs, "logits")
     results["method"] = error_of(lambda: pipeline.encode(batch["x"].to("meta")))
     results["weight elsewhere"] = error_of(looks_up_late)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.capture.call_arguments import batch_for_loss
 from passes.capture.loss_of_call import CalledModel, calls_model
+from passes.capture.model_copy import leading_to_copy, original_of
 from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
 from passes.capture.numbers_as_places import refuse_left_over
 from passes.capture.precision_of_calls import for_loss, precision_of
@@ -53,12 +55,18 @@ class FlatCall(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        self.loss_fn: LossFunction | None
+        vars(self)["loss_fn"] = leading_to_copy(loss_fn, model)  # a module, too, is no part of the model
         self.parameters_of_forward = inspect.signature(model.forward).parameters
         self.extra = _without_cache(self.parameters_of_forward, kwargs)
         self.structure, self.tensors = flatten((args, kwargs))
         self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
-        self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self.originals = {
+            id(tensor): name
+            for one in (model, original_of(model))
+            if one is not None
+            for name, tensor in (*one.named_parameters(), *one.named_buffers())
+        }
         self.reads: ValueReads
         #: Where the model is traced.
         self.device: torch.device
@@ -124,7 +132,7 @@ class FlatCall(nn.Module):
     def with_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingOutput:
         assert self.loss_fn is not None
         parameters = list(self.parameters_of_forward.values())
-        batch = _batch(args, kwargs, [parameter.name for parameter in parameters])
+        batch = batch_for_loss(args, kwargs, self.parameters_of_forward)
         if calls_model(self.loss_fn):
             called = CalledModel(self.model, self.extra, for_loss=partial(for_loss, self.model))
             loss = self.loss_fn(called, batch)
@@ -161,14 +169,6 @@ class _InOrder(dict[Path, Any]):
 
     def __missing__(self, path: Path) -> Any:
         return next(self._tensors)
-
-
-def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> Any:
-    if not args:
-        return kwargs
-    if kwargs:
-        return {**dict(zip(names, args)), **kwargs}
-    return args[0] if len(args) == 1 else args
 
 
 def _without_cache(parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from passes.capture.ordered_sets import OrderedSet
 from passes.torch_compat.module_tables import tensors_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_Thing = TypeVar("_Thing")
+_ORIGINAL = "_original_of_copy"
 _CONTAINERS = (dict, list, set, deque)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, torch.dtype, torch.device,
           torch.jit.ScriptModule)  # fmt: skip
@@ -41,6 +44,36 @@ def copy_of(
     tensors = {id(tensor): stand_in(tensor) for module in model.modules() for tensor in _tensors(module)}
     tensors.update({id(tensor): stand_in(tensor) for tensor in others})
     return _Copies(model, tensors).of(model)
+
+
+def note_original(copied: nn.Module, model: nn.Module) -> None:
+    """Remember, while it lives, what ``copied`` is a copy of: a loss function of a script leads to that."""
+    vars(copied)[_ORIGINAL] = vars(model).get(_ORIGINAL) or weakref.ref(model)
+
+
+def original_of(model: nn.Module) -> nn.Module | None:
+    """What ``model`` was noted to be a copy of, if that lives still."""
+    reference = vars(model).get(_ORIGINAL)
+    original: nn.Module | None = None if reference is None else reference()
+    return original
+
+
+def leading_to_copy(thing: _Thing, copied: nn.Module) -> _Thing:
+    """``thing``; a copy of it that leads to ``copied`` where it leads to the model which that is a copy of."""
+    original = original_of(copied)
+    if original is None:
+        return thing
+    modules = dict(copied.named_modules(remove_duplicate=False))
+    counterparts: dict[int, Any] = {}
+    for path, module in original.named_modules(remove_duplicate=False):
+        if path in modules:
+            counterparts[id(module)] = modules[path]
+            own = tensors_of(modules[path])
+            counterparts |= {
+                id(one): own[name] for name, one in tensors_of(module).items() if own.get(name) is not None
+            }
+    copies = _Copies(thing, counterparts)
+    return copies.of(thing) if copies.reaches_any(counterparts) else thing
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -103,14 +136,18 @@ def _without_contents(thing: Any) -> Any:
 
 
 class _Copies:
-    """Copies of what is reached from ``root``, one for each object; ``tensors`` are the ones already there, by id."""
+    """Copies of what is reached from ``root``, one for each object; those of ``counterparts`` are there, by id."""
 
-    def __init__(self, root: nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
-        self._copies: dict[int, Any] = dict(tensors)
+    def __init__(self, root: Any, counterparts: Mapping[int, Any]) -> None:
+        self._copies: dict[int, Any] = dict(counterparts)
         self._objects: dict[int, Any] = {id(root): root}
         self._copied = self._reached(root)
 
-    def _reached(self, root: nn.Module) -> set[int]:
+    def reaches_any(self, things: Iterable[int]) -> bool:
+        """Whether any of these objects is reached, by id."""
+        return not self._objects.keys().isdisjoint(things)
+
+    def _reached(self, root: Any) -> set[int]:
         """Identities of all modules, of what leads to one or to a tensor with a copy, and of containers in modules."""
         holders: dict[int, list[int]] = {}
         stack: list[Any] = [root]
@@ -121,6 +158,9 @@ class _Copies:
                 if type(part) in _COMMON_ATOMS or isinstance(part, _ATOMS):
                     continue
                 holders.setdefault(id(part), []).append(id(thing))
+                if id(part) in self._copies:
+                    self._objects[id(part)] = part
+                    continue
                 is_contained = isinstance(part, nn.Module) or (id(thing) in contained and isinstance(part, _CONTAINERS))
                 if id(part) not in self._objects or (is_contained and id(part) not in contained):
                     self._objects[id(part)] = part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ class TraceCall(Protocol):
     """Traces the call on a copy of ``model``.
 
     Args:
+        loss_fn: what is called with it; the one of ``call`` if there is none here.
         placed: tensors without data that ``model`` holds, as a call before has placed them.
         returns_placed: whether the graph also returns what the call places in Python.
     """
 
     def __call__(
-        self, model: nn.Module, *, placed: Sequence[torch.Tensor] = (), returns_placed: bool = False
+        self, model: nn.Module, *, loss_fn: Any = ..., placed: Sequence[torch.Tensor] = (), returns_placed: bool = False
     ) -> tuple[Graph, FlatCall]: ...
 
 
@@ -40,7 +41,7 @@ def check_next_call(model: nn.Module, graph: Graph, call: FlatCall, trace: Trace
     changes = call.result.changes
     with changes.applied(call.model) as stand_ins:
         try:
-            again, next_call = trace(call.model, placed=stand_ins)
+            again, next_call = trace(call.model, loss_fn=call.loss_fn, placed=stand_ins)
         except (CaptureError, MissingValues) as error:
             raise CaptureError(
                 f"cannot capture {type(model).__name__}: forward changes {changes.describe()}, and the next call "
@@ -54,7 +55,7 @@ def check_next_call(model: nn.Module, graph: Graph, call: FlatCall, trace: Trace
         raise CaptureError(
             f"cannot capture {type(model).__name__}: forward changes {changes.describe()} and computes something else "
             "at the next call, which a program does not: pass the number as an argument of forward, or keep it in a "
-            "buffer of its final shape that tensor operations change"
+            "buffer of the model, of its final shape, that tensor operations change"
         )
 
 

@@ -102,7 +102,7 @@ def state_holders(model: nn.Module, *others: Any) -> dict[int, StateHolder]:
         waiting.append(StateHolder(module, path, ""))
         waiting.append(StateHolder(buffers_of(module), path, ""))
     waiting.extend(_code_of_users(model))
-    waiting.extend(StateHolder(part, "", name) for name, part in _held("", others))
+    waiting.extend(StateHolder(part, "", name) for other in others for name, part in _held("loss_fn", other))
     while waiting and len(holders) < _MAX_HOLDERS:
         holder = waiting.popleft()
         if id(holder.thing) in holders:
@@ -141,7 +141,11 @@ def _held(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         if value.__closure__ or not _is_of_library(value):
             yield "", value
-    elif isinstance(value, (*_SEQUENCES, dict, set, nn.Module)) or _has_state(value):
+    elif isinstance(value, nn.Module):
+        for path, module in value.named_modules():
+            inner = f"{name}.{path}" if path else name
+            yield from ((inner, module), (inner, buffers_of(module)))
+    elif isinstance(value, (*_SEQUENCES, dict, set)) or _has_state(value):
         yield name, value
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.computed_indices import look_up
@@ -21,8 +22,8 @@ from passes.capture.value_reads import ValueReads
 from passes.capture.without_gradients import call_without_gradients
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
-from passes.torch_compat import host_operators  # noqa: F401
-from passes.torch_compat.tensor_fields import is_inside_transform, layout_of, saved_tensors_hooks_of_thread
+from passes.torch_compat import fake_quantization, host_operators  # noqa: F401
+from passes.torch_compat.tensor_fields import FakeTensor, is_inside_transform, layout_of, saved_tensors_hooks_of_thread
 
 #: Methods that change or look at gradients as they pass, by what to do instead.
 _METHODS = {
@@ -82,6 +83,11 @@ class WatchedForward(TorchFunctionMode):
             same = call_without_values(name, args, kwargs or {})
         if same is not None:
             return same
+        if any(isinstance(arg, DTensor) for arg in args):
+            raise CaptureError(
+                f"{name} is called on a DTensor: forward or the loss reaches a parallel module, or what stands in one; "
+                "let it reach the model that planner.compile is given, whose parameters stand for the parallel module's"
+            )
         if func == _DATA:
             return args[0].detach()  # whatever is written to it is found where writes are made functional
         if func == _SET_DATA:
@@ -145,6 +151,8 @@ class WatchedForward(TorchFunctionMode):
                     f"{name} makes a sparse tensor, which no plan can cut: write its zeros out (to_dense, index_put)"
                 )
             self._check_origin(name, args)
+            if result.requires_grad:
+                _refuse_learners(name, args)
         return result
 
     def _follow_targets(self, function: str, args: tuple[Any, ...], result: Any, readings: list[GuardReading]) -> None:
@@ -209,6 +217,20 @@ _EQUAL = (torch.equal, torch.Tensor.equal)
 _AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 #: Elements of a tensor that may be read as an array.
 _MAX_READ = 4096
+
+
+def _refuse_learners(function: str, args: Iterable[Any]) -> None:
+    """Refuse tensors from outside of the call that a gradient would come to: as constants they get none."""
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            _refuse_learners(function, arg)
+        elif isinstance(arg, torch.Tensor) and arg.requires_grad and not isinstance(arg, FakeTensor):
+            raise CaptureError(
+                f"{function} is called on a tensor of shape {list(arg.shape)} that requires a gradient and is neither "
+                "a parameter of the model nor an input (a global of the script, an attribute of loss_fn, an entry of a "
+                "list): a program would not train it. Make it an nn.Parameter of a module of the model, where loss_fn "
+                "can reach it, or pass it as an argument; if it is not trained, freeze it (requires_grad_(False))"
+            )
 
 
 def _write_data(tensor: torch.Tensor, new: torch.Tensor) -> None:

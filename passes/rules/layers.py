@@ -107,6 +107,13 @@ def channelwise(call: OperatorCall) -> ShardingRule:
     return call.rule([dims, (slope,) * len(call.inputs[1].shape)], [dims])
 
 
+def quantised_channels(call: OperatorCall) -> ShardingRule:
+    """``fake_quantize_per_channel_affine``: a scale and a zero point for each entry of the channel's dim."""
+    dims = named_dims(call.shape("self"))
+    channel = (dims[call["axis"]],)
+    return call.rule(call.by_slot({"self": dims, "scale": channel, "zero_point": channel}), [dims])
+
+
 def batch_norm(call: OperatorCall) -> ShardingRule:
     """``batch_norm``: the channels; the batch too where running statistics are used instead of the batch's."""
     shape = call.shape("input")
@@ -334,6 +341,8 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.group_norm.default": group_norm,
     "aten.instance_norm.default": instance_norm,
     "aten.prelu.default": channelwise,
+    "aten.fake_quantize_per_channel_affine.default": quantised_channels,
+    "aten._fake_quantize_learnable_per_channel_affine.default": quantised_channels,
     "aten.grid_sampler.default": grid_sampler,
     "aten.affine_grid_generator.default": affine_grid,
     "aten.pixel_shuffle.default": pixels,

@@ -75,6 +75,9 @@ RULES: dict[str, str] = {
         "less_equal.Tensor not_equal.Tensor __lshift__.Tensor __rshift__.Tensor",
         POINTWISE_2,
     ),
+    # fake quantisation of a whole tensor
+    "aten.fake_quantize_per_tensor_affine.default": POINTWISE,
+    **_each("fake_quantize_per_tensor_affine.tensor_qparams _fake_quantize_learnable_per_tensor_affine", POINTWISE_3),
     # a buffer is written: it must be cut as its content is, never converted
     "aten.copy_.default": POINTWISE_2,
     # what autograd.grad inside a model leaves of pointwise operators

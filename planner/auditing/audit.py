@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster
 from cost_models.text import counted
@@ -16,13 +16,16 @@ from planner.auditing.program_rows import collective_rows, fusion_rows, tensor_r
 from planner.auditing.subject import AuditSubject, subject_of
 from planner.solvers.collection import no_collection
 
+if TYPE_CHECKING:
+    from passes.capture.call_arguments import ExampleInputs
+
 
 @no_collection()
 def audit(
     plan: Plan | str | Path,
     model: Any = None,
     *,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     cluster: Cluster | str | None = None,
     prove_bound: bool = True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from passes.plan.step_summary import seq_len_of
 
 if TYPE_CHECKING:
     import torch
+
+    from passes.capture.call_arguments import ExampleInputs
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def subject_of(
     plan: Plan,
     model: Any = None,
     *,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     cluster: Cluster | None = None,
 ) -> AuditSubject:
@@ -77,14 +78,15 @@ def _captured(
     plan: Plan,
     model: Any,
     *,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
+    example_inputs: ExampleInputs | None,
     loss_fn: Callable[..., Any] | None,
 ) -> Graph:
     """The graph of ``model`` as it was planned: on a config's own batch where the plan's inputs are of that."""
+    from planner.compilation import planned_inputs
     from planner.planning import as_module, capture_for_planning
 
     module = as_module(model, dtype=_float_dtype(plan.states))
-    inputs: dict[str, Any] = {"example_inputs": _inputs_of(plan) if example_inputs is None else example_inputs}
+    inputs: dict[str, Any] = {"example_inputs": planned_inputs(plan) if example_inputs is None else example_inputs}
     if example_inputs is None and _is_own_batch(plan, module):
         inputs = {"batch_size": plan.step.global_batch, "seq_len": seq_len_of(plan)}
     return capture_for_planning(module, loss_fn=loss_fn, training=plan.training, **inputs)
@@ -118,17 +120,6 @@ def _named_model(plan: Plan) -> str:
             "MODULE:FUNCTION or FILE.py:FUNCTION that returns the module)"
         )
     return plan.config_name
-
-
-def _inputs_of(plan: Plan) -> Mapping[str, Any] | tuple[Any, ...]:
-    """Inputs without data of the shapes in the plan: by name, or positional ones where all names are places."""
-    from planner.compilation import planned_inputs
-
-    if not plan.inputs or not all(name.isdigit() for name in plan.inputs):
-        return planned_inputs(plan)
-    named = {f"_{name}": tensor for name, tensor in plan.inputs.items()}
-    tensors = planned_inputs(dataclasses.replace(plan, inputs=named))
-    return tuple(tensors[f"_{place}"] for place in range(len(tensors)))
 
 
 def _float_dtype(states: Mapping[str, TensorPlan]) -> str | None:

@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 def count(text: str) -> int:
     """A whole number of at least 1, for ``type=``."""
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text[:40]!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 10^18 - 1, got {text[:40]!r}")
     return int(text)
 
 

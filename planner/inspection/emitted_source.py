@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from passes.capture.call_arguments import ExampleInputs
 
 #: Numbers of layers in paths, and of chunks: where programs of a pipeline's chunks differ that do the same.
 _NUMBERS = re.compile(r"(?<=[a-z_]\.)(?:\d+|\{\d+\.\.\d+\})|(?<=[a-z_]\[)\d+(?=\])|(?<=chunk )\d+")
@@ -17,7 +20,7 @@ def emitted_sources(
     plan: Plan,
     model: Any = None,
     *,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
 ) -> dict[str, str]:
     """Name of every pipeline chunk → the source of its program; one entry where there is no pipeline.

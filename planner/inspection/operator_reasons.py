@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster
 from cost_models.short_text import ShortRepr
@@ -28,6 +28,9 @@ from planner.sharding_ilp.options import Option
 from planner.sharding_ilp.sharding_problem import Element
 from planner.whole_step.costs.expert_regions import expert_regions
 from planner.whole_step.costs.step_prices import DATA, EXPERT, weight_share
+
+if TYPE_CHECKING:
+    from passes.capture.call_arguments import ExampleInputs
 
 #: Share by which bytes may exceed their limit, for rounding.
 ROUNDING = 1e-9
@@ -129,7 +132,7 @@ def explain(
     name: str,
     *,
     model: Any = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     everything: bool = False,
 ) -> PlanReasons:

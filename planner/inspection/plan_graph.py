@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from passes.ir.fingerprint import fingerprint
 from passes.ir.graph import Graph
@@ -12,13 +12,16 @@ from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
 from passes.plan.step_summary import seq_len_of
 
+if TYPE_CHECKING:
+    from passes.capture.call_arguments import ExampleInputs
+
 
 @contextmanager
 def graph_of_plan(
     plan: Plan,
     model: Any = None,
     *,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
 ) -> Iterator[Graph]:
     """The graph to price ``plan`` on, inside of a ``with`` block.

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster
 from cost_models.short_text import ShortRepr, fold
@@ -44,6 +44,9 @@ from planner.whole_step.costs.step_prices import PIPELINE
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.offloading import within_hosts
 from planner.whole_step.result.plan_of_solution import extract, judge
+
+if TYPE_CHECKING:
+    from passes.capture.call_arguments import ExampleInputs
 
 #: A plan wins where it is faster by more than this share.
 MARGIN = 0.01
@@ -98,7 +101,7 @@ def robustness(
     plan: Plan,
     *,
     model: Any = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     figures: Sequence[str] = ("*",),
     time_limit: float | None = None,

@@ -18,6 +18,7 @@ from planner.inspection.wishes import joined_demands
 
 if TYPE_CHECKING:
     from cost_models import Cluster
+    from passes.capture.call_arguments import ExampleInputs
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,7 +47,7 @@ def why_not(
     global_batch: int | None = None,
     cluster: Cluster | str | None = None,
     model: Any = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: ExampleInputs | None = None,
     loss_fn: Callable[..., Any] | None = None,
     time_limit: float | None = None,
 ) -> WhyNot:

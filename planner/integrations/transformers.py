@@ -350,7 +350,8 @@ class _WholeOutputs:
         if inputs.get(COUNT) is not None:
             inputs[COUNT] = torch.as_tensor(inputs[COUNT]).round().long()
         outputs = self._outputs(inputs if self._batch is None else self._batch)
-        return ModelOutput(**outputs) if isinstance(outputs, Mapping) else outputs
+        is_plain = isinstance(outputs, Mapping) and not isinstance(outputs, ModelOutput)
+        return ModelOutput(**outputs) if is_plain else outputs
 
     def _outputs(self, batch: dict[str, Any]) -> Any:
         outputs = self._parallel(**batch)

@@ -7,6 +7,8 @@ from pathlib import Path
 from planner.library.configs import config_entries, config_file
 
 NO_SAMPLES = "batch_size (global_batch, --global-batch) is missing: give the samples in a step, over all devices"
+#: Samples, or tokens of one: with more, numbers of elements no longer fit into 64 bits.
+MOST_OF_A_BATCH = 10**8
 NO_LENGTH = "seq_len is missing: give the number of tokens of each sample"
 
 #: Ends of the names of classes whose samples have tokens, or labels that are counted as such.
@@ -18,8 +20,11 @@ _IMAGES = ("ForImageClassification",)
 
 
 def check_batch_sizes(model: str | Path, *, batch_size: int | None, seq_len: int | None) -> None:
-    """Raise ValueError for a config that cannot be read, or a size that its batch needs and that is not given."""
+    """Raise ValueError for a config that cannot be read, or a size of its batch that is missing or too large."""
     tokens = takes_tokens(model)
+    for name, value in (("batch_size (global_batch, --global-batch)", batch_size), ("seq_len", seq_len)):
+        if value is not None and not 1 <= value <= MOST_OF_A_BATCH:
+            raise ValueError(f"{name} must be a whole number from 1 to {MOST_OF_A_BATCH:,}, got {value:,}")
     if batch_size is None:
         raise ValueError(NO_SAMPLES)
     if seq_len is None and tokens:

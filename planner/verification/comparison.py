@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cost_models.short_text import ShortRepr
+from passes.capture.call_arguments import batch_for_loss
 from runtime.execution.outputs import loss_of
 from runtime.state.tensor_difference import largest_difference, largest_size
 
@@ -96,5 +97,6 @@ def single_loss(model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[...,
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     accepted = {name: value for name, value in kwargs.items() if takes_any or name in parameters}
     count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
-    batch: Any = kwargs if kwargs else (args[0] if len(args) == 1 else args)
-    return loss_fn(model(*args[:count], **accepted), batch)
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        count = len(args)
+    return loss_fn(model(*args[:count], **accepted), batch_for_loss(tuple(args), kwargs, parameters))

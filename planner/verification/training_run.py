@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.capture.call_arguments import ExampleInputs, arguments_of
 from planner.verification.comparison import (
     ADAM_EPSILON,
     ADAM_EPSILON_LOW_PRECISION,
@@ -41,7 +42,7 @@ class TrainingCase:
         unused_draws: places, among the draws of one device, of those that programs leave out.
     """
 
-    batch: Any
+    batch: ExampleInputs
     loss_fn: Callable[..., Any] | None
     steps: int
     learning_rate: float
@@ -56,8 +57,7 @@ class TrainingCase:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        by_name = isinstance(self.batch, Mapping)
-        return ((), dict(self.batch)) if by_name else (tuple(self.batch), {})
+        return arguments_of(self.batch)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import nn
 from cost_models import Cluster
 from cost_models.checked_numbers import check_whole_number
 from passes.capture import keep_float64
+from passes.capture.call_arguments import CallArguments, ExampleInputs, arguments_of
 from passes.capture.independent_copy import independent_copy
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
@@ -51,7 +52,7 @@ def verify(
     model: Any,
     mesh: MeshShape | Mapping[str, int] | str | Plan | Path | None = None,
     *,
-    batch: Mapping[str, torch.Tensor] | tuple[Any, ...] | None = None,
+    batch: ExampleInputs | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
     steps: int = 3,
@@ -406,13 +407,14 @@ def _random_batch(module: nn.Module, *, batch_size: int, seq_len: int, seed: int
     return random_batch(module, batch_size=batch_size, seq_len=seq_len, seed=seed)
 
 
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
+def _cast(batch: ExampleInputs, dtype: torch.dtype) -> CallArguments:
     """A batch on the CPU whose floating-point tensors, in nested entries too (a detector's labels), have this dtype."""
 
     def on_cpu(leaf: Any) -> Any:
         return leaf.cpu() if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
 
-    return cast_floats(tree_map(on_cpu, dict(batch) if isinstance(batch, Mapping) else tuple(batch)), dtype)
+    args, kwargs = cast_floats(tree_map(on_cpu, arguments_of(batch)), dtype)
+    return CallArguments(*args, **kwargs)
 
 
 def _given_plan(mesh: Any) -> Plan | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from passes.capture.call_arguments import names_of_places
 from passes.capture.nested_values import Structure, flatten, rebuild
 from passes.capture.refusals import refuse_inputs
 from passes.plan import Plan
@@ -73,9 +75,7 @@ def read_call(
     """
     named = dict(kwargs)
     if positional is not None:
-        args, named = _by_name(forward, args, kwargs)
-        first = list(named)[:positional]
-        args = (*(named.pop(name) for name in first), *args)
+        args, named = _by_place(forward, *_by_name(forward, args, kwargs), positional)
     args_structure, tensors = flatten(tuple(args))
     kwargs_structure, more = flatten(named)
     tensors |= more
@@ -86,7 +86,7 @@ def read_call(
 def _by_name(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments given their names; what only ``*args`` takes stays positional."""
+    """What ``*args`` takes, and the other arguments by name."""
     signature, names, takes_any = _signature_of(forward)
     if not args and names is not None:
         # Those of the signature, in its order; a loss function may ask for more of the batch than the model does.
@@ -101,15 +101,30 @@ def _by_name(
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
+            twice = sorted(value.keys() & named.keys())
+            if twice:
+                raise ValueError(f"argument {twice[0]!r} is given by position and by name, which a plan knows as one")
             named.update(value)
         elif kind is inspect.Parameter.VAR_POSITIONAL:
             rest = value
         else:
             named[name] = value
-    if rest:  # names before *args cannot be given by name
-        before = [named.pop(name) for name in list(bound.arguments) if name in named and name not in kwargs]
-        return (*before, *rest), {**named, **extra}
-    return (), {**named, **extra}
+    return rest, {**named, **extra}
+
+
+def _by_place(
+    forward: Callable[..., Any], rest: tuple[Any, ...], named: dict[str, Any], positional: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first ``positional`` arguments moved to their places, and more where only places can say them.
+
+    Places end at the first argument that is left to its default. ``rest`` is what ``*args`` takes.
+    """
+    parameters = _signature_of(forward)[0].parameters
+    places = names_of_places(parameters)
+    only_by_place = sum(parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY for name in places)
+    number = len(places) if rest else max(positional, only_by_place)
+    first = list(itertools.takewhile(named.__contains__, places[:number]))
+    return (*(named.pop(name) for name in first), *rest), named
 
 
 #: What is read of a signature: itself; names of arguments, None if some are only taken by position; any others.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from passes.capture import refuse_unsupported
-from passes.capture.model_copy import copy_of
+from passes.capture.model_copy import copy_of, note_original
 from runtime.calls.model_watch import is_light, is_plain_object
 
 
@@ -24,6 +24,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     """
     refuse_unsupported(model)
     copied = copy_of(model, _without_data)
+    note_original(copied, model)
     settings: dict[int, Any] = {}
     for module in copied.modules():
         attributes = vars(module)

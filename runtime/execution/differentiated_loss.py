@@ -6,19 +6,23 @@ the gradients of its loss are put aside until ``loss.backward()`` adds them, mul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from runtime.execution.deferred_entries import entry_keys
+from runtime.execution.deferred_outputs import below, can_be_deferred, deferred
+from runtime.execution.deferred_values import LeftOut
 from runtime.parameters.sharded import as_seen, local_of
 from runtime.torch_compat.autograd_engine import gradient_node, will_run
 
 
 def differentiable(
     loss_path: str,
+    rebuild: Callable[[dict[str, Any]], Any],
     owners: Iterable[nn.Parameter],
     parameters: Sequence[torch.Tensor],
     step: Callable[[], torch.Tensor],
@@ -27,6 +31,7 @@ def differentiable(
 
     Args:
         loss_path: where the loss stands in the model's output; "" if that is the loss.
+        rebuild: makes what the model returns of its outputs by path.
         owners: those to whose ``grad`` ``step`` adds.
         parameters: the trained ones as users see them, which may be asked for: ``torch.autograd.grad(loss, …)``.
     """
@@ -35,7 +40,7 @@ def differentiable(
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         loss = _AddGradients.apply(gradients, gradient_node(anchor), anchor, *parameters)  # type: ignore[no-untyped-call]
-    return LossAlone(loss_path, loss) if loss_path else loss
+    return _LossAlone(loss_path, loss).deferred(rebuild)
 
 
 def without_gradients(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -69,32 +74,42 @@ class NoOutputError(ValueError, AttributeError):
     """An output that a pipeline's step does not keep; ``hasattr`` answers no."""
 
 
-class LossAlone(Mapping[Any, Any]):
-    """A model's output of which a pipeline's step gives the loss alone: by attribute, key or index."""
+class _LossAlone(dict[str, Any]):
+    """The one output of a pipeline's step by its path; the others are left out."""
 
     def __init__(self, path: str, loss: torch.Tensor) -> None:
-        self._path, self._loss = path, loss
+        super().__init__({path: loss})
+        self.path = path
+        self.left_out: list[str] = []
 
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        if str(key) != self._path and not (key == 0 and not self._path.isdecimal()):
-            raise NoOutputError(
-                f"output {key!r} is not there: under a pipeline a call in training mode computes its loss "
-                f"({self._path!r}) and the gradients in one go, and keeps nothing else. Compute the loss inside of the "
-                "model (or by loss_fn), call the module under torch.no_grad() or in evaluation mode for the other "
-                "outputs, or plan with pp=1"
-            )
-        return self._loss
+    def __missing__(self, path: str) -> LeftOut:
+        self.left_out.append(path)
+        return LeftOut(f"output {path!r}, which the step left out", lambda: self._refuse(path))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self[name]
+    def _refuse(self, path: str) -> torch.Tensor:
+        raise self.missing(path)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self._path,))
+    def missing(self, key: Any) -> NoOutputError:
+        return NoOutputError(
+            f"output {key!r} is not there: under a pipeline a call in training mode computes its loss "
+            f"({self.path!r}) and the gradients in one go, and keeps nothing else. Compute the loss inside of the "
+            "model (or by loss_fn), call the module under torch.no_grad() or in evaluation mode for the other "
+            "outputs, or plan with pp=1"
+        )
 
-    def __len__(self) -> int:
-        return 1
+    def entry(self, key: Any) -> Any:
+        """Nothing is fetched."""
+        raise self.missing(key)
+
+    def deferred(self, rebuild: Callable[[dict[str, Any]], Any]) -> Any:
+        """What the model returns, of which there is the loss alone: others raise an error when they are read."""
+        example = rebuild(self)
+        if isinstance(example, torch.Tensor) or not can_be_deferred(example):
+            return example
+        absent = [
+            key for key in entry_keys(example) if below(example, key, self.left_out) and not below(example, key, self)
+        ]
+        return deferred(example, self, pending=(), absent=absent)
 
 
 class _Gradients:

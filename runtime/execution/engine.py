@@ -207,9 +207,9 @@ class Engine:
         training = None if is_training and self.places.num_stages > 1 else False
         call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs, training=training)
         if prepared.trains:
-            path = prepared.last.outputs[0].path
+            path, rebuild = prepared.last.outputs[0].path, prepared.last.unflatten or dict
             step = partial(self._step, call, prepared, local_inputs, 1.0)
-            return differentiable(path, self._trained(), parameters(), step)
+            return differentiable(path, rebuild, self._trained(), parameters(), step)
         ops.begin_step(training=is_training)  # as with a pipeline, where such a call is a step: the draws are the same
         prepared.effects.write_parameters(self.state)
         read_later = prepared.effects.buffers_here(self.state) if torch.is_grad_enabled() else ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import spmd_types as spmd
@@ -12,6 +13,9 @@ from passes.emit import OutputSpec, Program
 from passes.ir.types import I, P, Placement, R, largest_part, shard_dim, uneven_dims
 from runtime import ops
 from runtime.calls.model_call import Path
+from runtime.execution.deferred_entries import entry_keys
+from runtime.execution.deferred_outputs import below, can_be_deferred, deferred
+from runtime.execution.deferred_values import DeferredValue
 from runtime.execution.gradients_of_parameters import GradientsOfParameters
 from runtime.mesh.layout import Layout
 
@@ -69,19 +73,13 @@ def is_whole(spec: OutputSpec, program: Program) -> bool:
 def wrap_outputs(
     program: Program, outputs: dict[str, torch.Tensor], layout: Layout, requested: GradientsOfParameters
 ) -> Any:
-    """The model's own container if every output is whole; else one like it that gathers on access."""
+    """The model's own container, whose sharded outputs are gathered when they are read."""
     pending = {spec.path: spec for spec in program.outputs if not is_whole(spec, program)}
     outputs = {path: local if path in pending else _differentiable(local, requested) for path, local in outputs.items()}
     rebuild: Callable[[dict[str, Any]], Any] = program.unflatten or dict
     if not pending:
         return rebuild(outputs)
-    gatherer = _Gatherer(outputs, pending, layout, rebuild, requested)
-    example = rebuild(dict(outputs))
-    if isinstance(example, torch.Tensor):
-        return gatherer.container(pending)
-    return (
-        ParallelSequence(gatherer, example) if isinstance(example, (list, tuple)) else ParallelOutput(gatherer, example)
-    )
+    return _Gatherer(outputs, pending, layout, rebuild, requested).deferred()
 
 
 def counted_once(outputs: Mapping[str, torch.Tensor], copies: int) -> dict[str, torch.Tensor]:
@@ -129,87 +127,43 @@ class _Gatherer:
         self.rebuild = rebuild
         self.requested = requested
 
-    def container(self, paths: Any) -> Any:
+    def container(self, paths: Iterable[str]) -> Any:
         """The model's container with the outputs at ``paths`` whole (the others may still be parts)."""
-        for path in list(paths):
-            spec = self.pending.pop(path, None)
-            if spec is not None:
-                whole = whole_output(self.outputs[path], spec.placement, self.layout, spec.shape)
-                self.outputs[path] = _differentiable(whole, self.requested)
+        for path in paths:
+            self.tensor(path)
         return self.rebuild(dict(self.outputs))
 
-    def below(self, key: str) -> list[str]:
-        """Paths of the outputs that are, or are part of, what the container has at ``key``."""
-        return [path for path in self.outputs if path == key or path.startswith(f"{key}.")]
+    def tensor(self, path: str) -> torch.Tensor:
+        """The output at ``path``, whole."""
+        spec = self.pending.pop(path, None)
+        if spec is not None:
+            whole = whole_output(self.outputs[path], spec.placement, self.layout, spec.shape)
+            self.outputs[path] = _differentiable(whole, self.requested)
+        return self.outputs[path]
+
+    def entry(self, key: Any) -> Any:
+        """What the model's container has at a key, field or place, whole."""
+        container = self.container(())
+        return item(self.container(below(container, key, self.outputs)), key)
+
+    def missing(self, key: Any) -> Exception:
+        return KeyError(key)  # no output is left out
+
+    def deferred(self) -> Any:
+        """The model's container, with stand-ins for what is not whole yet."""
+        stand_ins = {
+            path: DeferredValue(f"{list(spec.shape)}, sharded until it is read", partial(self.tensor, path))
+            for path, spec in self.pending.items()
+        }
+        example = self.rebuild({**self.outputs, **stand_ins})
+        if isinstance(example, DeferredValue):
+            return self.tensor(next(iter(self.pending)))
+        if not can_be_deferred(example):
+            return self.container(list(self.pending))
+        pending = [key for key in entry_keys(example) if below(example, key, self.pending)]
+        return deferred(example, self, pending=pending)
 
 
-class ParallelOutput(Mapping[str, Any]):
-    """Like a Hugging Face ``ModelOutput`` or a dict: by attribute, key, index; gathered on access."""
-
-    def __init__(self, gatherer: _Gatherer, example: Any) -> None:
-        self._gatherer = gatherer
-        self._keys = tuple(example.keys()) if isinstance(example, Mapping) else tuple(vars(example))
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
-            return self.to_tuple()[key]
-        if key in self._keys:
-            return _item(self._gatherer.container(self._gatherer.below(str(key))), key)
-        if isinstance(key, str):
-            raise KeyError(key)
-        return self[self._keys[key]]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in self._keys:
-            attribute = getattr(self._gatherer.container(()), name, _MISSING) if not name.startswith("_") else _MISSING
-            if attribute is _MISSING:
-                raise AttributeError(f"the model's output has no {name!r}, only {', '.join(self._keys)}")
-            return attribute
-        return self[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __repr__(self) -> str:
-        sharded = ", ".join(self._gatherer.pending) or "none"
-        return f"ParallelOutput({', '.join(self._keys)}; sharded until looked at: {sharded})"
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """All values, gathered."""
-        return tuple(self[key] for key in self._keys)
-
-
-class ParallelSequence(Sequence[Any]):
-    """Like the tuple (named or not) or list that the model returns; a sharded output is gathered on access."""
-
-    def __init__(self, gatherer: _Gatherer, example: Sequence[Any]) -> None:
-        self._gatherer = gatherer
-        self._length = len(example)
-        self._names: tuple[str, ...] = getattr(example, "_fields", ())
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return tuple(self[position] for position in range(*index.indices(self._length)))
-        position = range(self._length)[index]
-        key = self._names[position] if self._names else str(position)
-        return self._gatherer.container(self._gatherer.below(key))[position]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._names:
-            raise AttributeError(
-                f"the model's output has no {name!r}, only {', '.join(self._names) or 'numbered ones'}"
-            )
-        return self[self._names.index(name)]
-
-    def __len__(self) -> int:
-        return self._length
-
-
-_MISSING = object()
-
-
-def _item(container: Any, key: Any) -> Any:
-    return container[key] if isinstance(container, Mapping) else getattr(container, key)
+def item(container: Any, key: Any) -> Any:
+    """What a container has at a key, field or place."""
+    return container[key] if isinstance(container, (Mapping, tuple, list)) else getattr(container, key)

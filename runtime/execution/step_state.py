@@ -180,6 +180,10 @@ class StepState:
         """Whether this rank has anything of ``name``."""
         return self._is_here(self.infos[name])
 
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """Pipeline stages that have ``name``, counted from 0."""
+        return self.infos[name].stages
+
     def lie_alike(self, infos: Sequence[StateInfo]) -> bool:
         """Whether every rank owns the same rectangle of each of these tensors."""
         first = infos[0]

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from passes.torch_compat.module_tables import tensors_of
 from runtime.calls.model_watch import CONTAINERS
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
 from runtime.module.extra_state import take_extra_states
 from runtime.module.original_methods import method_of_original, property_of_original, shown_for
 from runtime.parameters.saved_parts import refuse_parts_of_others
+from runtime.parameters.tensors_elsewhere import elsewhere
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class OriginalSurface:
             raise AttributeError(
                 f"neither a parallel module nor the {kind} it runs has an attribute {name!r}"
             ) from None
+        if isinstance(attribute, torch.Tensor) and attribute is tensors_of(engine.model).get(name):
+            return elsewhere(attribute, name, engine.state.stages_of)
         if inspect.ismethod(attribute) or isinstance(attribute, CONTAINERS):
             engine.watch.look_at_copy()
         if inspect.ismethod(attribute) and attribute.__self__ is engine.model:

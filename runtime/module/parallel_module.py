@@ -79,7 +79,7 @@ class ParallelModule(
         self._choices = ChoicesByPlace(engine.ranks, engine.state.state_names) if num_stages > 1 else None
         share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
-        show_kinds(self._tree.weights, engine.model, engine.watch)
+        show_kinds(self._tree.weights, engine.model, engine.watch, engine.state.stages_of)
 
     def __repr__(self) -> str:
         """The plan and what this rank has of it; the tree of a submodule is that submodule's own text."""
@@ -307,12 +307,16 @@ class ParallelModule(
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the original's root that its forward may read are set for the next call's program too."""
         engine = self.__dict__.get("_engine")
-        if engine is not None and name in buffers_of(self):
+        if engine is not None and (name in buffers_of(self) or self._elsewhere(name) is not None):
             write_buffer(self, "", name, value)
         else:
             super().__setattr__(name, value)
         if engine is not None and name != "training" and name in vars(engine.model):
             engine.watch.set(("", name, ""), value)
+
+    def _elsewhere(self, name: str) -> torch.Tensor | None:
+        engine = self.__dict__.get("_engine")
+        return None if engine is None or name in buffers_of(self) else buffers_of(engine.model).get(name)
 
     def _fixed_path(self) -> str | None:
         return None if self.__dict__.get("_engine") is None else ""

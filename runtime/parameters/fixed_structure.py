@@ -30,6 +30,10 @@ class FixedStructure(nn.Module):
         """The module's path in the model ("" for the model); None while anything may still be put in."""
         raise NotImplementedError
 
+    def _elsewhere(self, name: str) -> torch.Tensor | None:
+        """A buffer of this module that another pipeline stage has, without data."""
+        return None
+
     def __setattr__(self, name: str, value: Any) -> None:
         path = self._fixed_path()
         if path is not None and name != "training":
@@ -59,7 +63,7 @@ class FixedStructure(nn.Module):
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         path = self._fixed_path()
-        if path is not None and name in buffers_of(self):
+        if path is not None and (name in buffers_of(self) or self._elsewhere(name) is not None):
             write_buffer(self, path, name, tensor)
             return
         if path is not None and persistent and tensor is not None:
@@ -67,13 +71,14 @@ class FixedStructure(nn.Module):
         super().register_buffer(name, tensor, persistent)
 
 
-def write_buffer(module: nn.Module, path: str, name: str, value: Any) -> None:
-    """Write what is set in the place of a buffer into it.
+def write_buffer(module: FixedStructure, path: str, name: str, value: Any) -> None:
+    """Write what is set in the place of a buffer into it; into another stage's, its own ranks write.
 
     Raises:
         ValueError: for another shape, as programs were made for what was there.
     """
-    buffer = buffers_of(module).get(name)
+    own = buffers_of(module).get(name)
+    buffer = module._elsewhere(name) if own is None else own
     if buffer is None:
         return
     if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
@@ -82,8 +87,9 @@ def write_buffer(module: nn.Module, path: str, name: str, value: Any) -> None:
             f"buffer {_joined(path, name)!r} of this parallel module has shape {tuple(buffer.shape)} and cannot become "
             f"{shape}: programs were made for it; {_INSTEAD}"
         )
-    with torch.no_grad():
-        buffer.copy_(value)
+    if own is not None:
+        with torch.no_grad():
+            own.copy_(value)
 
 
 def refused_changes(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:

@@ -14,21 +14,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from passes.torch_compat.module_tables import buffers_of, children_of, tensors_of
 from runtime.calls.model_watch import CONTAINERS, ModelWatch
 from runtime.parameters.fixed_structure import FixedStructure, refused_changes, write_buffer
+from runtime.parameters.tensors_elsewhere import StagesOf, elsewhere
 from runtime.state.weight_tree import WeightTree, refuse_hook
 
 
-def show_kinds(tree: WeightTree, model: nn.Module, watch: ModelWatch) -> None:
+def show_kinds(tree: WeightTree, model: nn.Module, watch: ModelWatch, stages_of: StagesOf) -> None:
     """Give every node of ``tree`` below its root the class of the module of ``model`` at the same path.
 
     A class that Python cannot give to an object (one with slots) is left out.
 
     Args:
         watch: of ``model``, which programs are traced of: by it the next call is traced with what is set.
+        stages_of: pipeline stages that have the tensor at a path.
     """
     kinds: dict[type, type] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -43,7 +46,7 @@ def show_kinds(tree: WeightTree, model: nn.Module, watch: ModelWatch) -> None:
             node.__class__ = kinds[kind]
         except TypeError:
             continue
-        node.__dict__["_place"] = _PlaceOfModule(path, module, watch)
+        node.__dict__["_place"] = _PlaceOfModule(path, module, watch, stages_of)
 
 
 def _order(children: dict[str, nn.Module | None], originals: Mapping[str, nn.Module | None]) -> None:
@@ -57,11 +60,12 @@ def _order(children: dict[str, nn.Module | None], originals: Mapping[str, nn.Mod
 
 @dataclass(frozen=True)
 class _PlaceOfModule:
-    """Where a shown module stands: its path, the copy's module there."""
+    """Where a shown module stands: its path, the copy's module there, and the pipeline stages of tensors by path."""
 
     path: str
     original: nn.Module
     watch: ModelWatch
+    stages_of: StagesOf
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PlaceOfModule:
         return self
@@ -96,6 +100,10 @@ class _ShownModule(FixedStructure):
         place: _PlaceOfModule | None = self.__dict__.get("_place")
         return None if place is None else place.path
 
+    def _elsewhere(self, name: str) -> torch.Tensor | None:
+        place: _PlaceOfModule | None = self.__dict__.get("_place")
+        return None if place is None or name in buffers_of(self) else buffers_of(place.original).get(name)
+
     def _name(self) -> str:
         place: _PlaceOfModule | None = self.__dict__.get("_place")
         return repr(place.path) if place is not None else f"this {type(self).__name__}"
@@ -114,9 +122,8 @@ class _ShownModule(FixedStructure):
             if place is None or name.startswith("__"):
                 raise
         original = place.original
-        if tensors_of(original).get(name) is not None:
-            raise AttributeError(f"{place.path}.{name} is on the ranks of another pipeline stage, not on this one")
-        return getattr(original, name)
+        tensor = tensors_of(original).get(name)
+        return getattr(original, name) if tensor is None else elsewhere(tensor, f"{place.path}.{name}", place.stages_of)
 
     def __setattr__(self, name: str, value: Any) -> None:
         place: _PlaceOfModule | None = self.__dict__.get("_place")
@@ -125,7 +132,7 @@ class _ShownModule(FixedStructure):
             return
         if name in vars(place.original):
             place.watch.set((place.path, name, ""), value)
-        elif name in buffers_of(self):
+        elif name in buffers_of(self) or self._elsewhere(name) is not None:
             write_buffer(self, place.path, name, value)
         else:
             self._set_own(name, value)

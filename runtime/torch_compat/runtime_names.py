@@ -68,6 +68,8 @@ RUNTIME_NAMES = {
     "torch.distributed.tensor.DTensor._local_tensor": "optimizers run on DTensors, ten times slower",
     "torch.distributed.tensor.DTensor._spec": "partial sums of gradients cannot be completed in place",
     "torch._C.DisableTorchFunctionSubclass": "gradients of a pipeline's stage are combined without a word (torch 2.11)",
+    "torch.utils._pytree.SUPPORTED_NODES": "pytrees do not take outputs that stay sharded apart",
+    "torch.utils._pytree.register_pytree_node": "pytrees do not take outputs that stay sharded apart",
     "torch.utils._foreach_utils._foreach_supported_types": "optimizers work on parameters one by one",
     "torch.amp.grad_scaler.GradScaler._unscale_grads_": "ranks step on where others found numbers that are not finite",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "step hooks see plain tensors instead of DTensors",
