@@ -384,6 +384,7 @@ def capture_for_planning(
     tell(Report(CAPTURING))
     names = isinstance(example_inputs, Mapping)
     options: dict[str, Any] = {"loss_fn": loss_fn, "training": training, "copy_repeats": True}
+    options["progress"] = lambda count: tell(Report(CAPTURING, operators=count))
     options |= {"kwargs": dict(example_inputs)} if names else {"args": tuple(example_inputs)}
     try:
         return capture(module, **options)
