@@ -17,7 +17,8 @@ from benchmarks.parity import TOLERANCES, Case, case
 from passes.capture import capture
 from passes.capture.recurrent_forms import selective_scan
 from passes.capture.token_loops import is_computed_by
-from passes.torch_compat.linear_recurrence import LINEAR_RECURRENCE, linear_recurrence
+from passes.torch_compat.linear_recurrence import LINEAR_RECURRENCE
+from runtime.kernels.recurrence import linear_recurrence
 from tests.capture_parity import assert_parity
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
@@ -55,6 +56,8 @@ def test_a_graph_does_not_grow_with_the_tokens(name: str) -> None:
 )
 def test_a_form_is_tried_on_the_function_of_the_installed_library(name: str, function: Any) -> None:
     assert is_computed_by(function, name)
+    with torch.device("meta"), torch.no_grad():
+        assert is_computed_by.__wrapped__(function, name)
 
 
 def without_gate(*args: Any, z: torch.Tensor | None = None, **options: Any) -> Any:

@@ -87,8 +87,9 @@ class OperatorCount:
         return (
             f"forward calls more than {self._limit:,} operators; most often, {counted(repetitions, 'time')} so far in "
             f"{where}, {filename}:{line}: {code}. Each becomes an operator of the graph, which would take minutes to "
-            "hours to plan. If that is a loop over tokens in Python, write it with operators over the whole sequence, "
-            f"or plan fewer tokens; {VARIABLE} sets another limit"
+            "hours to plan. If that is a loop over tokens in Python, write it with operators over the whole sequence "
+            "(planner.linear_recurrence computes h[t] = a[t] * h[t-1] + b[t]), or plan fewer tokens; "
+            f"{VARIABLE} sets another limit"
         )
 
 

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from passes.torch_compat.linear_recurrence import linear_recurrence
+import passes.torch_compat.linear_recurrence  # noqa: F401  (defines the operator)
+
+
+def _states(factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None = None) -> torch.Tensor:
+    """All states along the tokens, which are dim 1."""
+    states: torch.Tensor = torch.ops.meshwright.linear_recurrence(factors, inputs, initial, 1)
+    return states
 
 
 def selective_scan(
@@ -48,7 +54,7 @@ def selective_scan(
     factors = torch.exp(A * steps)
     inputs = steps * B.transpose(1, 2)[:, :, None].float() * hidden_states.transpose(1, 2)[..., None].float()
     wide = torch.promote_types(torch.promote_types(factors.dtype, inputs.dtype), dtype)
-    states = linear_recurrence(factors.to(wide), inputs.to(wide), dim=1)
+    states = _states(factors.to(wide), inputs.to(wide))
     output = (states.to(dtype) @ C.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
     if D is not None:
         output = output + hidden_states * D[None, :, None]
@@ -76,7 +82,7 @@ def gated_linear_recurrence(
         all states and the last one.
     """
     gate = recurrent_gate * ~reset
-    states = linear_recurrence(gate.type(acc_dtype), hidden_states.type(acc_dtype), recurrent_states, dim=1)
+    states = _states(gate.type(acc_dtype), hidden_states.type(acc_dtype), recurrent_states)
     return states.type(hidden_states.dtype), states[:, -1]
 
 
@@ -108,8 +114,8 @@ def weighted_key_values(
     before = torch.cat([largest[:, None].to(exponents.dtype), exponents[:, :-1]], dim=1)
     factors, weights = torch.exp(before + decay - exponents), torch.exp(key - exponents)
     weighted = weights * value
-    numerators = linear_recurrence(factors.to(weighted.dtype), weighted, numerator, dim=1)
-    denominators = linear_recurrence(factors, weights, denominator, dim=1)
+    numerators = _states(factors.to(weighted.dtype), weighted, numerator)
+    denominators = _states(factors, weights, denominator)
     at_output = torch.maximum(before, key + time_first)
     old, new = torch.exp(before - at_output), torch.exp(key + time_first - at_output)
     above = old * _before(numerators, numerator) + new * value

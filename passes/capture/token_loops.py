@@ -115,9 +115,11 @@ def _values_and_gradients(function: Callable[..., Any], arguments: Arguments) ->
     outputs = [output for output in tree_leaves(function(**arguments)) if isinstance(output, torch.Tensor)]
     sources = [tensor for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
     generator = torch.Generator().manual_seed(1)
-    above = [torch.randn(output.shape, generator=generator, dtype=output.dtype) for output in outputs]
+    options: Arguments = {"generator": generator, "device": "cpu"}
+    above = [torch.randn(output.shape, dtype=output.dtype, **options) for output in outputs]
     gradients = torch.autograd.grad(outputs, sources, above, allow_unused=True)
-    return [*outputs, *(torch.zeros(()) if gradient is None else gradient for gradient in gradients)]
+    none = torch.zeros((), device="cpu")
+    return [*(output.detach() for output in outputs), *(none if one is None else one for one in gradients)]
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -11,38 +11,18 @@ from typing import Any
 import torch
 
 LINEAR_RECURRENCE = "meshwright.linear_recurrence.default"
+_OF_TENSORS = "Tensor factors, Tensor {}, Tensor? initial, int dim, bool reverse"
+_NARROW = (torch.float16, torch.bfloat16)
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-_LIBRARY.define(
-    "linear_recurrence(Tensor factors, Tensor inputs, Tensor? initial, int dim, bool reverse=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _schema in (
+    f"linear_recurrence({_OF_TENSORS.format('inputs')}=False) -> Tensor",
+    f"linear_recurrence_gradients(Tensor gradient, {_OF_TENSORS.format('states')}) -> (Tensor, Tensor)",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def linear_recurrence(
-    factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None = None, *, dim: int, reverse: bool = False
-) -> torch.Tensor:
-    """All states ``h[t] = factors[t] * h[t-1] + inputs[t]`` along a dim; element by element in the other dims.
-
-    One operator of the graph however many tokens there are, where a loop in Python makes several for each. Two
-    floating-point operations an element; the gradient is the same recurrence in the other direction.
-
-    Args:
-        factors, inputs: [..., tokens, ...] of one shape and floating-point dtype; tokens stand along ``dim``.
-        initial: [..., ...] without ``dim``: the state before the first token; None for zeros.
-        reverse: from the last token to the first: ``h[t] = factors[t] * h[t+1] + inputs[t]``.
-
-    Returns:
-        the states, in the shape of ``inputs``.
-
-    Raises:
-        ValueError: if shapes or dtypes differ.
-    """
-    states: torch.Tensor = torch.ops.meshwright.linear_recurrence(factors, inputs, initial, dim, reverse)
-    return states
-
-
-def _check(factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None, dim: int) -> int:
+def checked_dim(factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None, dim: int) -> int:
     """``dim`` counted from the first.
 
     Raises:
@@ -66,11 +46,14 @@ def _check(factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | 
     return place
 
 
-def one_by_one(
+def states_of(
     factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None, dim: int, reverse: bool = False
 ) -> torch.Tensor:
-    """The states token by token, rounded as a model's own loop rounds: products, then sums."""
-    dim = _check(factors, inputs, initial, dim)
+    """The states token by token, rounded as a model's own loop rounds: products, then sums; in at least float32."""
+    dim = checked_dim(factors, inputs, initial, dim)
+    if inputs.dtype in _NARROW:
+        begins = None if initial is None else initial.float()
+        return states_of(factors.float(), inputs.float(), begins, dim, reverse).to(inputs.dtype)
     states = torch.empty_like(inputs, memory_format=torch.contiguous_format)
     tokens = zip(states.unbind(dim), factors.unbind(dim), inputs.unbind(dim))
     before = initial
@@ -83,35 +66,23 @@ def one_by_one(
     return states
 
 
-def _shapes(
-    factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None, dim: int, reverse: bool = False
-) -> torch.Tensor:
-    _check(factors, inputs, initial, dim)
-    return torch.empty_like(inputs, memory_format=torch.contiguous_format)
+def gradients_of(
+    gradient: torch.Tensor,
+    factors: torch.Tensor,
+    states: torch.Tensor,
+    initial: torch.Tensor | None,
+    dim: int,
+    reverse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of factors and inputs, by the operator itself.
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    factors, _, initial, ctx.dim, ctx.reverse = inputs
-    ctx.save_for_backward(factors, initial, output)
-
-
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """Of a state ``g[t] = gradient[t] + factors[t+1] * g[t+1]``, which is that of its input; of a factor, times the
-    state before."""
-    factors, initial, states = ctx.saved_tensors
-    dim = ctx.dim % states.dim()
-    if not states.shape[dim]:
-        return torch.zeros_like(factors), gradient, None if initial is None else torch.zeros_like(initial), None, None
+    That of a state, ``g[t] = gradient[t] + factors[t+1] * g[t+1]``, is that of its input; a factor's is that times the
+    state before.
+    """
     first = torch.zeros_like(states.select(dim, 0)) if initial is None else initial
-    later = _moved(factors, torch.zeros_like(first), dim, reverse=not ctx.reverse)
-    of_inputs = torch.ops.meshwright.linear_recurrence(later, gradient, None, dim, not ctx.reverse)
-    of_factors = of_initial = None
-    if ctx.needs_input_grad[0]:
-        of_factors = of_inputs * _moved(states, first, dim, reverse=ctx.reverse)
-    if initial is not None and ctx.needs_input_grad[2]:
-        place = states.shape[dim] - 1 if ctx.reverse else 0
-        of_initial = factors.select(dim, place) * of_inputs.select(dim, place)
-    return of_factors, of_inputs, of_initial, None, None
+    later = _moved(factors, torch.zeros_like(first), dim, reverse=not reverse)
+    of_inputs = torch.ops.meshwright.linear_recurrence(later, gradient, None, dim, not reverse)
+    return of_inputs * _moved(states, first, dim, reverse=reverse), of_inputs
 
 
 def _moved(tensor: torch.Tensor, first: torch.Tensor, dim: int, *, reverse: bool) -> torch.Tensor:
@@ -121,7 +92,44 @@ def _moved(tensor: torch.Tensor, first: torch.Tensor, dim: int, *, reverse: bool
     return torch.cat(parts, dim)
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("linear_recurrence", one_by_one, _key)
+def _shapes(
+    factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None, dim: int, reverse: bool = False
+) -> torch.Tensor:
+    checked_dim(factors, inputs, initial, dim)
+    return torch.empty_like(inputs, memory_format=torch.contiguous_format)
+
+
+def _shapes_of_gradients(gradient: torch.Tensor, factors: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    of_factors, of_inputs = (
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (factors, gradient)
+    )
+    return of_factors, of_inputs
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    factors, _, initial, ctx.dim, ctx.reverse = inputs
+    ctx.save_for_backward(factors, initial, output)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    factors, initial, states = ctx.saved_tensors
+    dim, reverse = ctx.dim % states.dim(), ctx.reverse
+    if not states.shape[dim]:
+        return torch.zeros_like(factors), gradient, None if initial is None else torch.zeros_like(initial), None, None
+    # One that is differentiated again is made of operators that have a gradient.
+    again = torch.is_grad_enabled()
+    compute = gradients_of if again else torch.ops.meshwright.linear_recurrence_gradients
+    of_factors, of_inputs = compute(gradient, factors, states, initial, dim, reverse)
+    of_initial = None
+    if initial is not None and ctx.needs_input_grad[2]:
+        place = states.shape[dim] - 1 if reverse else 0
+        of_initial = factors.select(dim, place) * of_inputs.select(dim, place)
+    return of_factors, of_inputs, of_initial, None, None
+
+
+# On a GPU both are kernels (``runtime.kernels.recurrence``).
+_LIBRARY.impl("linear_recurrence", states_of, "CPU")
+_LIBRARY.impl("linear_recurrence_gradients", gradients_of, "CPU")
 torch.library.register_fake("meshwright::linear_recurrence", _shapes, lib=_LIBRARY)
-torch.library.register_autograd("meshwright::linear_recurrence", _gradients, setup_context=_save, lib=_LIBRARY)
+torch.library.register_fake("meshwright::linear_recurrence_gradients", _shapes_of_gradients, lib=_LIBRARY)
+torch.library.register_autograd("meshwright::linear_recurrence", _backward, setup_context=_save, lib=_LIBRARY)

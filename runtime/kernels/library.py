@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from passes.torch_compat import host_operators, linear_recurrence  # noqa: F401
+from passes.torch_compat import host_operators  # noqa: F401
 from passes.torch_compat.operators import OpOverload
 from passes.torch_compat.operators import schema as schema_of
 from runtime.kernels.definitions import definition_for_compiler
