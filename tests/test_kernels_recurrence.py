@@ -95,3 +95,9 @@ def test_gradients_that_nobody_needs_are_not_asked_for() -> None:
     inputs = torch.ones(2, 3, requires_grad=True)
     linear_recurrence(torch.full((2, 3), 0.5), inputs, dim=1).sum().backward()
     assert inputs.grad is not None and inputs.grad.tolist() == [[1.75, 1.5, 1.0]] * 2
+
+
+def test_states_of_narrow_floats_are_rounded_once() -> None:
+    factors, inputs = (tensor.bfloat16() for tensor in drawn([2, 40, 3], 1, begins=False))
+    exact = linear_recurrence(factors.float(), inputs.float(), dim=1)
+    assert torch.equal(linear_recurrence(factors, inputs, dim=1), exact.bfloat16())
