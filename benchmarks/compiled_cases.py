@@ -19,7 +19,7 @@ WIDTHS = (64, 128, 768, 1600, 4096, 4097, 5120, 8192, 14336, 16384, 16385, 32768
 VOCABULARIES = (32000, 50257, 128256)
 HEAD_DIMS = (64, 80, 128)
 DTYPES = (torch.bfloat16, torch.float32)
-ROWS = 4096
+ROWS, TOKENS = 4096, 1024
 
 
 class Case(NamedTuple):
@@ -51,6 +51,7 @@ def operator_cases(
             yield from _activations(width, dtype)
             yield _embedding(width, dtype)
             yield from _experts(width, dtype)
+            yield from _recurrences(width, dtype)
         for vocabulary in vocabularies:
             yield from _cross_entropy(vocabulary, dtype)
         for head_dim in head_dims:
@@ -116,6 +117,19 @@ def _embedding(width: int, dtype: torch.dtype) -> Case:
     return Case(
         "embedding backward", f"width {width:,}", dtype, lambda: embedding._triton_backward(grad, indices, 32000, None)
     )
+
+
+def _recurrences(width: int, dtype: torch.dtype) -> Iterator[Case]:
+    """States of as many entries as a row has, from some first ones on: the kernels' form with most in it."""
+    x, initial = _empty(ROWS // TOKENS, TOKENS, width, dtype=dtype), _empty(ROWS // TOKENS, width, dtype=dtype)
+    recurrence, sizes = _module("recurrence"), f"width {width:,}"
+    yield Case(
+        "linear_recurrence", sizes, dtype, lambda: recurrence.states_by_kernel(x, x, initial, 1)
+    )  # fmt: skip
+    yield Case(
+        "linear_recurrence backward", sizes, dtype,
+        lambda: recurrence.gradients_by_kernel(x, x, x, initial, 1, False),
+    )  # fmt: skip
 
 
 def _experts(width: int, dtype: torch.dtype) -> Iterator[Case]:

@@ -27,8 +27,6 @@ _ALIKE = 2
 _MIXED = 8
 #: What a config with layers of several kinds says, in a part of the name of an entry.
 _KINDS = ("period", "interleave", "first_k", "index", "indices", "cross_attention_layers", "sliding_window", "types")
-#: Token by token, their scans are unrolled: the widths are what a kernel's code depends on.
-_SHORT = {"jamba": 64}
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
            "decoder_layers", "depth")  # fmt: skip
 
@@ -115,8 +113,7 @@ def _captured(model: str) -> Any:
         path = Path(folder) / "config.json"
         entries = json.loads(config_file(model).read_text(encoding="utf-8"))
         path.write_text(json.dumps(_shortened(entries, _num_layers(entries))), encoding="utf-8")
-        length = _SHORT.get(entries["model_type"])
-        options: dict[str, Any] = {"lengths": (length,) if length else LENGTHS, "dtype": "bfloat16"}
+        options: dict[str, Any] = {"lengths": LENGTHS, "dtype": "bfloat16"}
         try:
             return captured_at_longest(str(path), **options)
         except ValueError:  # a config that does not add up with fewer layers

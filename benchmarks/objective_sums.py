@@ -23,8 +23,6 @@ RESULTS = Path(__file__).parent / "results" / "objective_sums.md"
 NODES = (2, 16, 128)
 #: Tokens of a sample: the first that a model has positions for, and room for its images.
 LENGTHS = (512, 2048, 8192, 64, 32)
-#: Of models whose layers run token by token, which are captured as operators of every token.
-UNROLLED = {"jamba-v0.1": 32}
 #: The largest relative error that rounding explains.
 ROUNDING = 1e-9
 _HEAD = """# Prices that `planner explain` shows, summed, against the plan's objective
@@ -43,7 +41,7 @@ def length_for(name: str, *, lengths: Sequence[int] = LENGTHS) -> int:
         ValueError: why it can have none.
     """
     config = load_config(name)
-    for length in (UNROLLED[name],) if name in UNROLLED else lengths:
+    for length in lengths:
         try:
             batch_fields(config, batch_size=1, seq_len=length)
         except ValueError as error:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from runtime.data.packing import PackedDataset, sample_lengths
     from runtime.islands.island_ranks import Islands
     from runtime.islands.outer_training import DiLoCo
+    from runtime.kernels.recurrence import linear_recurrence
     from runtime.launch.process import init
     from runtime.module.expert_balance import balance_experts
     from runtime.module.parallel_module import ParallelModule
@@ -68,6 +69,7 @@ _HOMES = {
     "join": "planner.joining",
     "init": "runtime.launch.process",
     "length_buckets": "runtime.data.length_buckets",
+    "linear_recurrence": "runtime.kernels.recurrence",
     "load_optimizer": "runtime.checkpoint",
     "plan": "planner.planning",
     "register_fusion": "passes.fuse.registered_fusions",
@@ -106,6 +108,7 @@ __all__ = [
     "init",
     "join",
     "length_buckets",
+    "linear_recurrence",
     "load_optimizer",
     "plan",
     "register_fusion",

@@ -387,6 +387,7 @@ def capture_for_planning(
     tell(Report(CAPTURING))
     options: dict[str, Any] = {"loss_fn": loss_fn, "training": training, "copy_repeats": True}
     options["args"], options["kwargs"] = arguments_of(example_inputs)
+    options["progress"] = lambda count: tell(Report(CAPTURING, operators=count))
     try:
         return capture(module, **options)
     except MissingValues:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-import passes.torch_compat.host_operators  # noqa: F401  (registers operators that rules are of)
+import passes.torch_compat.host_operators
+import passes.torch_compat.linear_recurrence  # noqa: F401  (registers one more)
 from passes.rules.operator_call import REQUIRED, signature, tensor_arguments
 from passes.rules.rule_table import POINTWISE, POINTWISE_2, POINTWISE_3, RULES
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from rules_samples import SAMPLERS, Arguments, Draw, Sampler, sampler
 
-import passes.torch_compat.host_operators  # noqa: F401  (registers operators)
+import passes.torch_compat.host_operators
+import passes.torch_compat.linear_recurrence  # noqa: F401  (registers operators)
 import runtime.kernels  # noqa: F401  (registers operators)
 
 
@@ -148,3 +149,11 @@ def ctc_losses(draw: Draw) -> Arguments:
     scores = draw.normal(8, samples, classes).log_softmax(-1)
     targets, lengths = draw.integers(1, classes, samples, letters), draw.integers(1, letters + 1, samples)
     return (scores, targets, draw.integers(7, 9, samples), lengths, 0, draw.flag()), {}
+
+
+@fused("linear_recurrence")
+def linear_recurrence(draw: Draw) -> Arguments:
+    shape = draw.shape(1, 4)
+    dim = draw.int(0, len(shape) - 1)
+    initial = draw.normal(*shape[:dim], *shape[dim + 1 :]) if draw.flag() else None
+    return (draw.normal(*shape), draw.normal(*shape), initial, dim - draw.of(0, len(shape)), draw.flag()), {}

@@ -36,6 +36,7 @@ from tests.expert_families import FAMILIES, family_batch, family_model, in_loops
 from tests.parity_worker import build
 from tests.patience import PATIENCE
 from tests.ranks import answer, task
+from tests.recurrent_families import RECURRENT_FAMILIES, recurrent_batch, recurrent_model
 from tests.tracing import traced_once
 
 STEPS = 3
@@ -64,6 +65,8 @@ def build_case(case: dict[str, Any]) -> tuple[torch.nn.Module, tuple[Any, ...], 
         return build("mlp")
     if case["model"] in FAMILIES:
         return family_model(case["model"]), (), family_batch(), None
+    if case["model"] in RECURRENT_FAMILIES:
+        return recurrent_model(case["model"]), (), recurrent_batch(), None
     config = load_config(case["model"])
     if "layers" in case:
         config.num_hidden_layers = case["layers"]

@@ -25,10 +25,12 @@ from passes.capture.forward_hooks import announced_hooks
 from passes.capture.layer_drops import advice_on_layer_drops
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
+from passes.capture.naming import input_name
 from passes.capture.nested_values import Path, Structure, rebuild
 from passes.capture.next_call import check_next_call
 from passes.capture.one_process import as_one_process
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
+from passes.capture.operator_count import CaptureProgress, OperatorCount, TooManyOperators
 from passes.capture.ordered_sets import sets_in_order
 from passes.capture.other_branches import with_other_branches
 from passes.capture.picked_rows import (
@@ -71,6 +73,7 @@ def capture(
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
     any_number_at: Collection[str] = (),
+    progress: CaptureProgress | None = None,
 ) -> Graph:
     """The graph of ``model(*args, **kwargs)`` for the shapes of these inputs.
 
@@ -95,10 +98,11 @@ def capture(
         buffer_values: the model's buffers by name, likewise.
         any_number_at: places of readings (``guards.counts``) that the graph is to do without: it computes all rows that
             a mask may pick there, and holds for every number of them.
+        progress: told how many operators have been captured, now and then.
 
     Raises:
         CaptureError: if the model cannot be traced, or not with ``any_number_at``; it names the module and the source
-            line.
+            line. So if it calls more operators than a graph may have, as loops over tokens in Python do.
         MissingValues: if it asks for the value of an input that has none.
         Exception: what the model itself raises because of values that it asked for.
     """
@@ -112,6 +116,7 @@ def capture(
         "values": values,
         "buffer_values": buffer_values,
         "any_number_at": frozenset(any_number_at),
+        "progress": progress,
     }
     with _one_at_a_time, quick_pytrees(), quick_fakes():
         graph = _capture_shortened(model, options) if copy_repeats else None
@@ -172,6 +177,7 @@ def _trace_path(
     placed: Sequence[torch.Tensor] = (),
     returns_placed: bool = False,
     flipped: Collection[int] = (),
+    progress: CaptureProgress | None = None,
 ) -> _Trace:
     stand_ins = StandIns(trace_device(), with_symbols=open_dims is not None)
     example = FlatCall(model, args, dict(kwargs or {}), loss_fn)
@@ -184,6 +190,7 @@ def _trace_path(
     if training is not None and training != model.training:
         copied.train(training)
     paths = {id(module): name for name, module in copied.named_modules()}
+    call.operators = OperatorCount(paths, progress)
     buffers = dict(model.named_buffers()) if buffer_values is None else buffer_values
     call.reads = ValueReads(
         call.tensors if values is None else values,
@@ -342,6 +349,8 @@ def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | Non
     try:
         graph, call = _traced(model, **options, repeats=repeats)
         return None if call.result.changes else unfold(graph, repeats)
+    except TooManyOperators:
+        raise
     except (CaptureError, NotRepeated):
         return None
 
@@ -366,6 +375,8 @@ def _export(
             reads = first_read(program) if dims is None else None
             if reads is not None:
                 reads = first_read(export(call, tensors, stack_traces=True)) or reads
+    except TooManyOperators as error:
+        raise TooManyOperators(f"cannot capture {name}: {error}") from None
     except Exception as error:
         is_of_values = bool(call.reads.guards) and not call.reads.picked.any_number_at
         if isinstance(error, MissingValues) or (is_of_values and is_raised_by_the_model(error)):
@@ -399,7 +410,7 @@ def _sources(
             path, _ = next(inputs)
             tensor = node.meta["val"]
             sources[node.name] = Source(
-                "input", _input_name(path, names), path, requires_grad=gradients and tensor.requires_grad
+                "input", input_name(path, names), path, requires_grad=gradients and tensor.requires_grad
             )
             continue
         assert spec.target is not None
@@ -419,13 +430,6 @@ def _sources(
             data=None if isinstance(data, FakeTensor) else data,
         )
     return sources
-
-
-def _input_name(path: Path, names: list[str]) -> str:
-    first = path[0]
-    if isinstance(first, int):
-        first = names[first] if first < len(names) else f"input_{first}"
-    return "_".join(map(str, (first, *path[1:])))
 
 
 def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Source], call: FlatCall) -> Graph:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from passes.capture.another_trace import with_replacements
+from passes.capture.operator_count import TooManyOperators
 from passes.capture.picked_rows import PickedRows
 from passes.ir.errors import CaptureError
 from passes.torch_compat.tracing import CompilingFlags
@@ -31,6 +32,8 @@ def compiled_or_eager(trace: Callable[[PickedRows], _Trace], picked: PickedRows)
     try:
         with flags.replaced():
             return with_replacements(trace, picked)
+    except TooManyOperators:
+        raise
     except CaptureError:
         if flags.asked:
             with contextlib.suppress(CaptureError), CompilingFlags(seen=False).replaced():

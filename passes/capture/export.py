@@ -12,6 +12,7 @@ from passes.capture.batched_calls import traced_batched_calls
 from passes.capture.custom_functions import traced_custom_functions
 from passes.capture.flat_call import FlatCall
 from passes.capture.host_functions import traced_host_functions
+from passes.capture.token_loops import traced_token_loops
 from passes.capture.value_free_forms import normalised_and_averaged
 from passes.torch_compat.tracing import (
     batch_norms_without_momentum,
@@ -53,6 +54,7 @@ def export(
         traced_custom_functions(call),
         traced_batched_calls(),
         traced_host_functions(),
+        traced_token_loops(call.model),
         batch_norms_without_momentum(normalised_and_averaged),
         idle_conversions(),
         unknown_sizes_sought_if_any(),

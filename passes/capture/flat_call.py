@@ -15,6 +15,7 @@ from passes.capture.loss_of_call import CalledModel, calls_model
 from passes.capture.model_copy import leading_to_copy, original_of
 from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
 from passes.capture.numbers_as_places import refuse_left_over
+from passes.capture.operator_count import OperatorCount
 from passes.capture.precision_of_calls import for_loss, precision_of
 from passes.capture.python_draws import no_python_draws
 from passes.capture.python_state import StateChanges, TracedStates, WatchedState
@@ -68,6 +69,7 @@ class FlatCall(nn.Module):
             for name, tensor in (*one.named_parameters(), *one.named_buffers())
         }
         self.reads: ValueReads
+        self.operators: OperatorCount
         #: Where the model is traced.
         self.device: torch.device
         #: Identities of the traced tensors that a call before placed in Python → which of them each is.
@@ -94,7 +96,7 @@ class FlatCall(nn.Module):
         return tuple(self.result.tensors.values())
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Structure, dict[Path, torch.Tensor]]:
-        watched = WatchedForward(self.originals, self.reads)
+        watched = WatchedForward(self.originals, self.reads, self.operators)
         # Around the model alone: the tracer's own looks at tensors would all pass through the mode.
         with (
             OneDevice(self.device),

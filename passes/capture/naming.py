@@ -9,6 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from passes.capture.nested_values import Path
+
 #: Names that emitted source uses itself.
 _OURS = ("torch", "F", "spmd", "ops", "kernels", "math", "I", "P", "R", "S", "V", "w", "self")
 #: Names that mean something else there.
@@ -40,6 +42,14 @@ def identifier(wish: str) -> str:
     """The identifier nearest to ``wish``."""
     base = re.sub(r"\W+", "_", wish).strip("_") or "value"
     return f"x{base}" if base[0].isdigit() else base
+
+
+def input_name(path: Path, parameters: Sequence[str]) -> str:
+    """The name of the input at ``path`` of a call's arguments, by the names of forward's parameters."""
+    first = path[0]
+    if isinstance(first, int):
+        first = parameters[first] if first < len(parameters) else f"input_{first}"
+    return "_".join(map(str, (first, *path[1:])))
 
 
 def name_wishes(calls: Sequence[tuple[str, str]]) -> list[str]:

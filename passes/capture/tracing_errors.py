@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import re
 import traceback
@@ -73,6 +74,7 @@ def is_raised_by_the_model(error: BaseException) -> bool:
     return re.search(r"\b(raise|assert)\b", linecache.getline(frame.f_code.co_filename, line)) is not None
 
 
+@functools.cache
 def is_of_the_model(filename: str) -> bool:
     """Whether a model's author wrote the file: it is not torch's, not ours, not of the standard library."""
     path = Path(filename)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from passes.capture.computed_indices import look_up
 from passes.capture.drawn_numbers import read_drawn_number
 from passes.capture.numbers_as_places import IndexNumbers
+from passes.capture.operator_count import OperatorCount, calls_operator
 from passes.capture.placed_rows import placed_rows
 from passes.capture.row_groups import RowGroups
 from passes.capture.selected_branches import with_selection
@@ -49,13 +50,15 @@ class WatchedForward(TorchFunctionMode):
     Args:
         originals: names of the tensors that the copy of the model must not come across, by identity.
         reads: answers what the model asks of values.
+        operators: counts what the model calls.
     """
 
-    def __init__(self, originals: Mapping[int, str], reads: ValueReads) -> None:
+    def __init__(self, originals: Mapping[int, str], reads: ValueReads, operators: OperatorCount) -> None:
         super().__init__()
         self.checkpoints = False
         self._originals = originals
         self._reads = reads
+        self._operators = operators
         self.row_groups = RowGroups(reads)
         #: What masks picked and nothing but a CTC loss has seen, by identity: its tensor, the readings of its size.
         self._targets: dict[int, tuple[torch.Tensor, list[GuardReading]]] = {}
@@ -143,6 +146,8 @@ class WatchedForward(TorchFunctionMode):
             if need is None:
                 raise
             raise need from refusal
+        if calls_operator(name, result):
+            self._operators.note()
         self._reads.picked.note(name, args[0] if args else None, result)
         self._follow_targets(name, args, result, self._reads.readings_since(num_entries))
         if isinstance(result, torch.Tensor):

@@ -245,6 +245,15 @@ def recurrent(call: OperatorCall) -> ShardingRule | None:
     return call.rule(inputs, outputs)
 
 
+def linear_recurrence(call: OperatorCall) -> ShardingRule:
+    """``meshwright.linear_recurrence``: every dim but that of the tokens, of which each needs the one before."""
+    shape = call.shape("inputs")
+    dim = call.dim("dim", len(shape))
+    dims = named_dims(shape, whole=[dim])
+    initial = (*dims[:dim], *dims[dim + 1 :])
+    return call.rule(call.by_slot({"factors": dims, "inputs": dims, "initial": initial}), [dims])
+
+
 def grid_sampler(call: OperatorCall) -> ShardingRule:
     """``grid_sampler``: samples, channels, and the places in the output, whose coordinates the grid has."""
     source, grid = call.shape("input"), call.shape("grid")
@@ -354,6 +363,7 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten._weight_norm.default": weight_norm,
     "meshwright.cross_entropy": cross_entropy,
     "meshwright.ctc_losses.default": ctc_losses,
+    "meshwright.linear_recurrence.default": linear_recurrence,
     **dict.fromkeys(_named("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), convolution),
     **dict.fromkeys(_named("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"), convolution),
     **dict.fromkeys(_named("adaptive_avg_pool1d avg_pool1d max_pool1d adaptive_max_pool1d"), outer_dims(1)),

@@ -29,7 +29,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Listener | None]:
 
         def listen(report: Report) -> None:
             if report.phase != SEARCHING:
-                bar.update(task, description=report.phase)
+                bar.update(task, description=_phase(report))
                 return
             # The bar fills as the bound approaches the best plan.
             bar.update(task, description=_phase(report), total=1.0, completed=1.0 - report.gap, found=describe(report))
@@ -38,7 +38,9 @@ def progress_bar(console: Console | None = None) -> Iterator[Listener | None]:
 
 
 def _phase(report: Report) -> str:
-    return f"{report.phase} {counted(report.num_devices, 'device')}"
+    if report.phase == SEARCHING:
+        return f"{report.phase} {counted(report.num_devices, 'device')}"
+    return f"{report.phase}, {counted(report.operators, 'operator')}" if report.operators else report.phase
 
 
 def describe(report: Report) -> str:

@@ -10,6 +10,7 @@ from runtime.kernels.experts import experts
 from runtime.kernels.geglu import geglu
 from runtime.kernels.layer_norm import add_layer_norm, layer_norm
 from runtime.kernels.linear_cross_entropy import linear_cross_entropy
+from runtime.kernels.recurrence import linear_recurrence
 from runtime.kernels.rms_norm import add_rms_norm, rms_norm
 from runtime.kernels.rotary import rotary
 from runtime.kernels.rotary_pair import rotary_pair
@@ -28,6 +29,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_recurrence",
     "rms_norm",
     "rotary",
     "rotary_pair",

@@ -23,6 +23,7 @@ class Report:
         bound: proved lower bound of the seconds a step of any plan.
         solved: candidates solved so far; ``left``: those that may still be better.
         num_devices: of the cluster that is being searched.
+        operators: captured so far, while capturing a large model.
     """
 
     phase: str
@@ -32,6 +33,7 @@ class Report:
     solved: int = 0
     left: int = 0
     num_devices: int = 0
+    operators: int = 0
 
     @property
     def gap(self) -> float:
