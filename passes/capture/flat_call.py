@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from passes.capture.call_arguments import batch_for_loss
 from passes.capture.loss_of_call import CalledModel, calls_model
@@ -62,12 +63,11 @@ class FlatCall(nn.Module):
         self.extra = _without_cache(self.parameters_of_forward, kwargs)
         self.structure, self.tensors = flatten((args, kwargs))
         self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
-        self.originals = {
-            id(tensor): name
-            for one in (model, original_of(model))
-            if one is not None
-            for name, tensor in (*one.named_parameters(), *one.named_buffers())
-        }
+        self.originals: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
+        for one in (model, original_of(model)):
+            if one is not None:
+                names = (*one.named_parameters(), *one.named_buffers())
+                self.originals.update((tensor, name) for name, tensor in names)
         self.reads: ValueReads
         self.operators: OperatorCount
         #: Where the model is traced.

@@ -53,7 +53,7 @@ class WatchedForward(TorchFunctionMode):
         operators: counts what the model calls.
     """
 
-    def __init__(self, originals: Mapping[int, str], reads: ValueReads, operators: OperatorCount) -> None:
+    def __init__(self, originals: Mapping[torch.Tensor, str], reads: ValueReads, operators: OperatorCount) -> None:
         super().__init__()
         self.checkpoints = False
         self._originals = originals
@@ -184,9 +184,9 @@ class WatchedForward(TorchFunctionMode):
     def _check_origin(self, function: str, args: tuple[Any, ...]) -> None:
         for arg in args:
             for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
-                if isinstance(tensor, torch.Tensor) and id(tensor) in self._originals:
+                if isinstance(tensor, torch.Tensor) and tensor in self._originals:
                     raise CaptureError(
-                        f"{function} is called on {self._originals[id(tensor)]!r} of the model itself, not of the "
+                        f"{function} is called on {self._originals[tensor]!r} of the model itself, not of the "
                         "copy that is traced: forward or the loss reaches it through something that cannot be followed "
                         "(a global of a library, __slots__); hold it as an attribute of a module"
                     )
