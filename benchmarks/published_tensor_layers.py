@@ -10,8 +10,6 @@ C = 2 (query, key and value; gate and up), E = 3, R = 2. Of one layer and micro-
     each product gathers   its own input: E gathers more, forward and again (compiled code merges equal gathers)
 
 Every tensor that is gathered or scattered along a dim that is not the first is copied once more (chunks concatenated).
-Prices of plans have that, too (``passes.ir.conversions.Step.copies``), but not of published runs: Megatron-LM's
-activations are [sequence, batch, width], and nothing is copied.
 Counts of torch 2.11 and 2.13: ``CommDebugMode`` says 12 and 8 of a layer, the graphs of ``torch.compile`` 6, 8 and 14
 concatenations.
 """

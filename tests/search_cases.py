@@ -26,7 +26,7 @@ class UnitCosts:
     latency: float = 1.0
     second_per_flop: float = 0.0
 
-    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str, kind: str | None = None) -> float:
+    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float:
         return self.second_per_flop * flops
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:

@@ -95,15 +95,6 @@ class Step:
         return CONVERSIONS[_letter(self.source_type), _letter(self.target_type)]
 
     @functools.cached_property
-    def copies(self) -> tuple[int, int]:
-        """How often programs copy what the collectives take or bring, forward and backward, beside sending it.
-
-        Ranks' parts lie one behind the other in memory, as the parts of dim 0 do; those of another dim are laid out
-        once before they are scattered or once they are gathered. An all-to-all packs its parts and unpacks them.
-        """
-        return _copies(self.collectives[0], self.moved_dims), _copies(self.collectives[1], self.moved_dims)
-
-    @functools.cached_property
     def whole(self) -> Placement:
         """The placement of the tensor once it is whole on this step's axes."""
         return tuple(R if axis in self.axes else where for axis, where in enumerate(self.source))
@@ -132,12 +123,6 @@ class Step:
         """The dims that are sharded on this step's axis before or behind it."""
         dims = (shard_dim(self.source_type), shard_dim(self.target_type))
         return frozenset(dim for dim in dims if dim is not None)
-
-
-def _copies(collective: str | None, moved_dims: frozenset[int]) -> int:
-    if collective == ALL_TO_ALL:
-        return 2
-    return int(collective in (ALL_GATHER, REDUCE_SCATTER) and moved_dims != {0})
 
 
 def is_legal(step: Step, shape: tuple[int, ...], mesh: MeshShape) -> bool:

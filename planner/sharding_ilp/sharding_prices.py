@@ -33,11 +33,6 @@ READS_ROWS = {
 }  # fmt: skip
 
 
-#: Bytes of a copy at whose rate the copies beside collectives are priced: compiled code fuses many with what runs
-#: before or behind them, so that their launches do not count.
-LONG_COPY = 1 << 30
-
-
 def table_read_by_rows(node: Node) -> str | None:
     """The input of which only the rows that are asked for are read, if there is one."""
     place = READS_ROWS.get(base_name(node.op))
@@ -66,8 +61,6 @@ class Pricing:
         self.bundles = bundles or {}
         self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
         self._collectives: dict[tuple[str, int, str], float] = {}
-        #: Dtype → seconds of reading or writing a byte while copying.
-        self._copies: dict[str, float] = {}
         self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
         self._shapes: dict[tuple[tuple[int, ...], Placement], tuple[int, ...]] = {}
         #: Options of operators that are priced alike, by ``likeness`` and by the id of what they may choose from, which
@@ -111,25 +104,16 @@ class Pricing:
         if forward is None and (backward is None or not value.requires_grad):
             return 0.0, 0.0
         axis, num_bytes = step.axis_name(self.mesh), self.step_bytes(step, value)
-        whole = self._local_shape(value.shape, step.whole)
-        copying = [self._copying(copies, step, whole, num_bytes, value.dtype) for copies in step.copies]
         return (
-            self.collective(forward, num_bytes, axis) + copying[0] if forward else 0.0,
-            self._backward(backward, step, value, num_bytes) + copying[1] if backward and value.requires_grad else 0.0,
+            self.collective(forward, num_bytes, axis) if forward else 0.0,
+            self._backward(backward, step, value, num_bytes) if backward and value.requires_grad else 0.0,
         )
 
     def steps(self, table: StepTable, value: Value) -> tuple[list[float], list[float]]:
         """``step`` of all steps of a table, forward and backward."""
-        item_size, dtype = ITEM_SIZE[value.dtype], value.dtype
-        wholes = [self._local_shape(value.shape, step.whole) for step in table.sizes]
-        sizes = [step.num_bytes_of(whole, item_size, self.mesh) for step, whole in zip(table.sizes, wholes)]
-        prices = [
-            self.collective(name, sizes[size], axis)
-            + self._copying(copies, table.sizes[size], wholes[size], sizes[size], dtype)
-            if name
-            else 0.0
-            for name, axis, size, copies in table.collectives
-        ]
+        shape, item_size, mesh = value.shape, ITEM_SIZE[value.dtype], self.mesh
+        sizes = [step.num_bytes_of(self._local_shape(shape, step.whole), item_size, mesh) for step in table.sizes]
+        prices = [self.collective(name, sizes[size], axis) if name else 0.0 for name, axis, size in table.collectives]
         forward = [prices[place] for place in table.forward]
         if not value.requires_grad:
             return forward, [0.0] * len(forward)
@@ -138,22 +122,6 @@ class Pricing:
             for place in table.shared:
                 _, backward[place] = self.step(table.steps[place], value)
         return forward, backward
-
-    def _copying(self, copies: int, step: Step, whole: tuple[int, ...], num_bytes: int, dtype: str) -> float:
-        """Seconds to copy what a step moves so often, see ``Step.copies``; of an all-to-all each rank's part.
-
-        Nothing is copied where all dims of the local ``whole`` outside of the one that is moved have one element.
-        """
-        if not copies or (copies == 1 and math.prod(whole[: min(step.moved_dims)]) == 1):
-            return 0.0
-        parts = math.prod(self.mesh.sizes[axis] for axis in step.axes) if copies > 1 else 1
-        if dtype not in self._copies:
-            self._copies[dtype] = self.long_copy(dtype) / LONG_COPY
-        return copies * self._copies[dtype] * 2 * num_bytes / parts
-
-    def long_copy(self, dtype: str) -> float:
-        """Seconds of reading and writing ``LONG_COPY`` bytes in all."""
-        return self.cost_model.compute_seconds(flops=0.0, num_bytes=LONG_COPY, dtype=dtype)
 
     def _backward(self, collective: str, step: Step, value: Value, num_bytes: int) -> float:
         axis = step.axis_name(self.mesh)

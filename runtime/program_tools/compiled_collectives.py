@@ -40,14 +40,7 @@ class _Axis:
 
 def _gather(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
     whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
-    if _is_outermost(x, src):
-        return whole.view(*x.shape[:src], axis.size * x.shape[src], *x.shape[src + 1 :])
-    return torch.cat(whole.chunk(axis.size), src)
-
-
-def _is_outermost(x: torch.Tensor, dim: int) -> bool:
-    """Whether the dims outside of ``dim`` have one element: ranks' parts lie one behind the other in memory."""
-    return all(size == 1 for size in x.shape[:dim])
+    return whole if src == 0 else torch.cat(whole.chunk(axis.size), src)
 
 
 def _reduce(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
@@ -55,10 +48,7 @@ def _reduce(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
-    if dst and _is_outermost(x, dst):
-        parts = x.reshape(axis.size, *x.shape[1:dst], x.shape[dst] // axis.size, *x.shape[dst + 1 :])
-    else:
-        parts = x if dst == 0 else torch.cat(x.chunk(axis.size, dst))
+    parts = x if dst == 0 else torch.cat(x.chunk(axis.size, dst))
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group))
 
 

@@ -30,7 +30,7 @@ from passes.rules.kinds import (
     row_step,
 )
 from passes.rules.linear_rows import LINEAR
-from planner.sharding_ilp.sharding_prices import LONG_COPY, Pricing
+from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.costs.operator_facts import Fusion, OperatorFacts, OperatorTable
 from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
 
@@ -146,9 +146,6 @@ class StepPricing(Pricing):
                 if self._is_reduced_elsewhere(step):
                     forward[place] = backward[place] = 0.0
         return forward, backward
-
-    def long_copy(self, dtype: str) -> float:
-        return self.prices.compute_seconds(flops=0.0, num_bytes=LONG_COPY, dtype=dtype, kind="exchange_copy")
 
     def _is_reduced_elsewhere(self, step: Step) -> bool:
         """Whether a parameter's conversion is what ZeRO decides and pays for; over ``ep`` of what is whole there."""
