@@ -21,10 +21,9 @@ from passes.plan.step_plan import GroupPlan, StepPlan
 #: Attention before FlashAttention-2: "1.3 to 2.5 times" slower in Triton (Dao, "FlashAttention-2", 2023, section 4.1);
 #: the geometric mean of the two.
 TRITON_SLOWDOWN = 1.8
-#: Attention of cuDNN 9 on Hopper over FlashAttention-2, which the preset has, causal, heads of 128: read off figures 5
-#: and 6 of Shah et al., "FlashAttention-3", 2024, at length 4k. Without a mask we measured 1.9 forward, 1.6 backward
-#: (results/gpu.md, "Attention with a mask").
-CUDNN_SPEEDUP = 1.65
+#: Attention of cuDNN on Hopper over FlashAttention-2, which the preset has: measured with torch 2.11, heads of 128, no
+#: mask, 634 TFLOP/s forward and 484 backward (results/gpu.md, "Attention with a mask") for 331 and 297, in all.
+CUDNN_SPEEDUP = 1.68
 #: Matrix products of CUDA 12.1, the first for Hopper, over those of 2024 and after that the presets know: fitted, the
 #: median over the calibration half of MPT's runs on H100, of which each has products of other sizes (mean error 5%).
 EARLY_HOPPER_SLOWDOWN = 1.22
@@ -63,14 +62,14 @@ class Framework:
         float32_logits: the loss runs on logits cast to float32, operator by operator.
         plain_logits: the loss runs on the logits of 16 bits, operator by operator.
         gathers_logits: every tensor rank gathers all logits, and computes the whole loss.
-        copies_shards, reduces_each_product, gathers_each_product: of tensor-parallel layers, see
+        copies_shards, reduces_each_product: of tensor-parallel layers, see
             ``benchmarks.published_tensor_layers``.
         reduces_once: gradients of fully sharded parameters are added up whole, in float32, and reduced once a step
             (``set_requires_gradient_sync(False)`` but for the last micro-batch): there are no pieces of them meanwhile.
         replicates_embedding: every tensor rank holds the whole embedding.
         state_bytes: of a parameter, its gradient and AdamW's moments; 8 where all of them have 16 bits.
         triton_attention: attention is FlashAttention as written in Triton, before FlashAttention-2.
-        cudnn_attention: attention is cuDNN's, which torch 2.9 and later take on Hopper.
+        cudnn_attention: attention is cuDNN's, as torch 2.11 takes it on Hopper.
         early_hopper_products: matrix products are those of CUDA 12.1 on a Hopper device.
         flat_buffer_bytes: moved for each fully sharded parameter in each micro-batch, forward and backward, to copy in
             and out of flat buffers. torch's ``fully_shard``: [4, 10], gathered parameters copied out (2 + 2) in both
@@ -87,7 +86,6 @@ class Framework:
     gathers_logits: bool = False
     copies_shards: bool = False
     reduces_each_product: bool = False
-    gathers_each_product: bool = False
     reduces_once: bool = False
     replicates_embedding: bool = False
     state_bytes: int = STATE_BYTES
@@ -122,7 +120,7 @@ class Framework:
         chunks = []
         for index, chunk in enumerate(step.chunks):
             layers = [
-                (self._layer(costs, group, part, step, graph, tokens, cluster), count)
+                (self._layer(costs, group, part, step=step, graph=graph, tokens=tokens, cluster=cluster), count)
                 for group, part, (costs, count) in zip(chunk.groups, chunk.parts, chunk.costs.layers)
             ]
             if index == 0 and self.replicates_embedding:
@@ -138,13 +136,15 @@ class Framework:
         costs: LayerCosts,
         group: GroupPlan,
         part: LayerSeconds,
+        *,
         step: StepPlan,
         graph: Any,
         tokens: int,
         cluster: Cluster,
     ) -> LayerCosts:
+        """A layer of ``group`` for a micro-batch of ``tokens``."""
         device, share = cluster.device, step.axes.get("tp", 1) * step.axes.get("cp", 1)
-        own = costs
+        planned = costs
         if self.reruns_whole_layers and group.recompute == "full":
             costs = _whole_layer(costs, part)
         if self.reruns_second_products and group.recompute == "selective":
@@ -155,14 +155,10 @@ class Framework:
             costs = _reduced_once(costs, step, self.state_bytes)
         if step.axes.get("tp", 1) > 1 and self.copies_shards:
             layer = TensorLayer.of(graph, group.unit, step, tokens, cluster)
-            extra = layer.extra_seconds(
-                recomputes=group.recompute == "full",
-                reduces_each=self.reduces_each_product,
-                gathers_each=self.gathers_each_product,
-            )
+            extra = layer.extra_seconds(recomputes=group.recompute == "full", reduces_each=self.reduces_each_product)
             costs = _longer(costs, extra)
         if self.state_bytes != STATE_BYTES:
-            costs = self._with_state(costs, own)
+            costs = self._with_state(costs, planned)
         if self.reduces_after_backward:
             update = costs.update_step + costs.reduce_step
             costs = dataclasses.replace(costs, reduce_step=0.0, update_step=update)

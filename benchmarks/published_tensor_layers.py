@@ -1,17 +1,16 @@
-"""Seconds that tensor-parallel layers of ``torch.distributed.tensor`` take beyond those that our programs run.
+"""Seconds that tensor-parallel layers of ``torch.distributed.tensor`` take beyond those that plans price.
 
 Both cut a layer by Megatron's rules, with the sequence cut between products. A layer has C groups of column-parallel
 products that share their input, of which E products are not the first of theirs, and R row-parallel products. Llama:
 C = 2 (query, key and value; gate and up), E = 3, R = 2. Of one layer and micro-batch, recomputed in full:
 
-    ours                   forward C gathers, R scatters; again C, R - 1; backward R, C
+    plans                  forward C gathers, R scatters; again C, R - 1; backward R, C
     each product reduces   its own gradient of the input: backward E scatters more (autograd adds three tensors up
                            behind the scatters that ``ColwiseParallel(input_layouts=Shard(1))`` makes of each)
-    each product gathers   its own input: E gathers more, forward and again (compiled code merges equal gathers)
 
 Every tensor that is gathered or scattered along a dim that is not the first is copied once more (chunks concatenated).
-Counts of torch 2.11 and 2.13: ``CommDebugMode`` says 12 and 8 of a layer, the graphs of ``torch.compile`` 6, 8 and 14
-concatenations.
+Counts of torch 2.11: the graphs of ``torch.compile`` have 6 gathers, 8 scatters and 14 concatenations for a layer, as
+equal gathers are merged; eager programs gather for each product, 12 times.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ class TensorLayer:
     Attributes:
         gathers: groups of products that share their input (C); ``more``: products beyond the first of theirs (E).
         scatters: row-parallel products (R).
-        gather, scatter, copy: seconds of one collective of the layer's rows, and of copying them once.
+        scatter, copy: seconds to scatter the layer's rows, and to copy them once.
     """
 
     gathers: int
     more: int
     scatters: int
-    gather: float
     scatter: float
     copy: float
 
@@ -56,7 +54,7 @@ class TensorLayer:
         readers = Counter(node.inputs[0] for node in linears)
         shared = [count for count in readers.values() if count > 1]
         if not shared:
-            return TensorLayer(0, 0, 0, 0.0, 0.0, 0.0)
+            return TensorLayer(0, 0, 0, 0.0, 0.0)
         width = min(graph.values[node.inputs[1]].shape[0] for node in linears if readers[node.inputs[0]] == 1)
         elements = tokens * width
         prices = CostModel(cluster, step.axes)
@@ -64,21 +62,17 @@ class TensorLayer:
             gathers=len(shared),
             more=sum(shared) - len(shared),
             scatters=len(linears) - sum(shared),
-            gather=prices.collective_seconds("all_gather", num_bytes=ITEM_BYTES * elements, axis="tp"),
             scatter=prices.collective_seconds("reduce_scatter", num_bytes=ITEM_BYTES * elements, axis="tp"),
             copy=_copy_seconds(elements, cluster),
         )
 
-    def extra_seconds(self, *, recomputes: bool, reduces_each: bool, gathers_each: bool) -> tuple[float, float]:
-        """Seconds forward and backward beyond ours."""
-        more_gathers = self.more if gathers_each else 0
-        more_scatters = self.more if reduces_each else 0
-        copies = [self.gathers + more_gathers + self.scatters, self.scatters + self.gathers + more_scatters]
-        forward, backward = more_gathers * self.gather, more_scatters * self.scatter
+    def extra_seconds(self, *, recomputes: bool, reduces_each: bool) -> tuple[float, float]:
+        """Seconds forward and backward beyond those of plans."""
+        more = self.more if reduces_each else 0
+        forward, backward = self.gathers + self.scatters, self.gathers + self.scatters + more
         if recomputes and self.gathers:
-            copies[1] += self.gathers + more_gathers + self.scatters - 1
-            backward += more_gathers * self.gather
-        return forward + copies[0] * self.copy, backward + copies[1] * self.copy
+            backward += self.gathers + self.scatters - 1
+        return forward * self.copy, more * self.scatter + backward * self.copy
 
 
 def gather_seconds(num_bytes: float, step: StepPlan, cluster: Cluster) -> float:

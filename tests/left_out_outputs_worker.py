@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import planner
+from tests.output_containers import Named, Plain
 from tests.ranks import answer, result_of, task
 from tests.small_models import seeded
-
-
-class Named(NamedTuple):
-    loss: Any
-    logits: Any
-
-
-@dataclasses.dataclass
-class Plain:
-    loss: Any
-    logits: Any
-
 
 CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "dict": lambda loss, logits: {"loss": loss, "logits": logits},

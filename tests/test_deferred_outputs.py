@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,25 +19,12 @@ import planner
 from runtime.execution.deferred_outputs import deferred
 from runtime.execution.deferred_values import DeferredValue
 from runtime.mesh.communication_counter import CommunicationCounter
+from tests.output_containers import Named, Plain
 from tests.ranks import run_on_ranks
 from tests.small_models import TiedClassifier, seeded, token_batch
 from tests.test_runtime import sharded
 
 LOSS, LOGITS = torch.tensor(1.0), torch.arange(4.0)
-
-
-class Named(NamedTuple):
-    loss: Any
-    logits: Any
-
-
-@dataclasses.dataclass
-class Plain:
-    loss: Any
-    logits: Any
-
-    def doubled(self) -> torch.Tensor:
-        return self.logits * 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

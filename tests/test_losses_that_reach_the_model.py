@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 import planner
 from passes.capture import CaptureError
+from passes.capture.flat_call import FlatCall
+from passes.capture.model_copy import note_original
 from tests.ranks import run_on_ranks
 from tests.small_models import seeded
 
@@ -217,3 +220,16 @@ def called(module: Any) -> Loss:
 def test_a_loss_module_whose_next_call_computes_something_else_is_refused(loss_fn: Any, state: str) -> None:
     with pytest.raises(CaptureError, match=f"{state}.*computes something else at the next call"):
         planner.compile(seeded(Classifier), "dp=1", loss_fn=loss_fn, example_inputs=(X,))
+
+
+def test_a_call_knows_the_tensors_of_the_model_itself_only_while_they_live() -> None:
+    """Another tensor may have the address of one that was freed."""
+    model = Classifier()
+    copied = copy.deepcopy(model)
+    note_original(copied, model)
+    call = FlatCall(copied, (X,), {}, None)
+    own, names = [*model.parameters()], {name for name, _ in model.named_parameters()}
+    assert {call.originals[parameter] for parameter in own} == names and len(call.originals) == 2 * len(names)
+    del model, own
+    gc.collect()
+    assert {id(tensor) for tensor in call.originals} == {id(parameter) for parameter in copied.parameters()}

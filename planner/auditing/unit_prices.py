@@ -147,10 +147,9 @@ class UnitPrices:
     def launches(self, index: int) -> tuple[float, float]:
         """What the host launches for one copy, forward and backward, without recomputation."""
         names = [name for name, (owner, _) in self.place.items() if owner == index and name in self.operators]
-        charges, count = [*(self.operators[name] for name in names), *self.conversions[index]], self.units[index].count
-        return sum(charge.launches(0) for charge in charges) / count, sum(
-            charge.launches(1) for charge in charges
-        ) / count
+        charges = [*(self.operators[name] for name in names), *self.conversions[index]]
+        forward, backward = (sum(charge.launches(phase) for charge in charges) for phase in PHASES)
+        return forward / self.units[index].count, backward / self.units[index].count
 
     def weight_seconds(self, index: int) -> float:
         """The part of one copy's backward that makes gradients of parameters and nothing else."""
@@ -224,11 +223,9 @@ class UnitPrices:
         seconds = sum(charge.compute[0] for charge in (*logits, *repeated))
         launches = float(sum(charge.kernels[0] for charge in (*logits, *repeated)))
         if name == "full":
-            again = self._converted_again(index, rule.recomputed)
-            seconds += sum(charge.communication[0] for charge in repeated)
-            seconds += sum(charge.communication[0] for charge in again) / unit.count
-            launches += sum(charge.collectives[0] for charge in repeated)
-            launches += sum(charge.collectives[0] for charge in again) / unit.count
+            for charges, copies_of in ((repeated, 1), (self._converted_again(index, rule.recomputed), unit.count)):
+                seconds += sum(charge.communication[0] for charge in charges) / copies_of
+                launches += sum(charge.collectives[0] for charge in charges) / copies_of
         elif not keeps_copies:
             seconds += sum(each for each, _ in copies.values())
             launches += sum(times for _, times in copies.values())
@@ -254,7 +251,11 @@ class UnitPrices:
         unit = self.units[index]
         copies = [unit.nodes] if unit.run is None else self.runs[unit.run].copies
         idle = {name for copy in copies for own, name in zip(unit.nodes, copy) if own not in recomputed}
-        return [charge for charge in self.conversions[index] if charge.copy or self.maker.get(charge.name) not in idle]
+        return [
+            charge
+            for charge in self.conversions[index]
+            if charge.copy is not None or self.maker.get(charge.name) not in idle
+        ]
 
     def _visiting_bytes(self, unit: ModelUnit) -> float:
         """Bytes of tokens that other ranks of ``ep`` sent to experts of this one, and of what goes back: two rows for
