@@ -93,7 +93,7 @@ def test_places_that_are_none(environment: dict[str, str], arguments: dict[str, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nproc", "0"], "at least 1"),
+        (["--nproc", "0"], "a whole number from 1"),
         (["--nproc", "2", "--nnodes", "2"], "--node-rank"),
         (["--nproc", "2", "--nnodes", "2", "--node-rank", "2", "--address", "a"], "0..1"),
         (["--nproc", "2", "--nnodes", "2", "--node-rank", "0"], "--address"),
