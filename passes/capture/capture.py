@@ -199,6 +199,7 @@ def _trace_path(
         whole=not repeats,
         picked=picked,
         decisions=Decisions(flipped),
+        held=call.held,
     )
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
     with (
@@ -418,7 +419,7 @@ def _sources(
         node.replace_all_uses_with(first.setdefault(group[0], node))
         relative_paths = tuple(path.removeprefix("model.") for path in group)
         kind = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}.get(spec.kind, "constant")
-        data = program.constants.get(spec.target) if kind == "constant" else None
+        data = call.held.of(program.constants.get(spec.target)) if kind == "constant" else None
         call.result.constants[relative_paths[0]] = data
         sources[node.name] = Source(
             kind,

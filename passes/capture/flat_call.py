@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from passes.capture.call_arguments import batch_for_loss
+from passes.capture.held_tensors import HeldTensors
 from passes.capture.loss_of_call import CalledModel, calls_model
 from passes.capture.model_copy import leading_to_copy, original_of
 from passes.capture.nested_values import Path, Structure, TrainingOutput, constants_of, flatten, rebuild
@@ -77,6 +78,11 @@ class FlatCall(nn.Module):
         self.returns_placed = False
         # An object of its own: export puts the module's attributes back after tracing.
         self.result = CallResult()
+
+    @cached_property
+    def held(self) -> HeldTensors:
+        """Finds the tensors that the model and the loss function hold beside weights."""
+        return HeldTensors(self.model, self.loss_fn)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sources = self.sources(tensors)

@@ -43,6 +43,8 @@ class StepValues:
                 return _on_host(self._buffers(step.args[0]), copied=step.writes)
             case "literal":
                 return _literal(*step.args)
+            case "held":
+                return _on_host(step.args[0].tensor, copied=step.writes)
             case "blank":
                 shape, dtype = step.args
                 return torch.zeros(shape, dtype=dtype)

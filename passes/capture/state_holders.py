@@ -31,7 +31,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collecti
 #: What tracing puts into the copy of a model, and plans, graphs and programs, which a loss reaches through a trainer.
 _OURS = ("passes.", "cost_models.", "runtime.")
 #: Attributes in which transformers notes that its hooks are on a model, and torch an LSTM's weights once more.
-_NOTES_OF_LIBRARIES = frozenset({"_output_capturing_hooks_installed", "_flat_weights", "_flat_weight_refs"})
+NOTES_OF_LIBRARIES = frozenset({"_output_capturing_hooks_installed", "_flat_weights", "_flat_weight_refs"})
 #: Classes whose objects say what a model is; what a forward notes in them, it notes once.
 _DESCRIPTIONS = frozenset({"PreTrainedConfig", "PretrainedConfig", "GenerationConfig"})
 #: Most of what a model holds, told at once by its exact type.
@@ -174,7 +174,7 @@ def _table(thing: Any) -> dict[Any, Any]:
         return {**_globals_of(thing), **_closed_over(thing)}
     if isinstance(thing, type):
         return {name: value for name, value in vars(thing).items() if not name.startswith("__")}
-    hidden = _OF_EVERY_MODULE | _NOTES_OF_LIBRARIES if isinstance(thing, nn.Module) else frozenset()
+    hidden = _OF_EVERY_MODULE | NOTES_OF_LIBRARIES if isinstance(thing, nn.Module) else frozenset()
     return {name: value for name, value in vars(thing).items() if name not in hidden}
 
 

@@ -6,7 +6,7 @@ to the value in the unfinished graph is run on the example's tensors, and the an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from torch.export import ExportedProgram
 from passes.capture.decisions import Decisions
 from passes.capture.error_checks import harmless_answer
 from passes.capture.guard_values import StepValues
+from passes.capture.held_tensors import HeldTensors
 from passes.capture.picked_rows import PickedRows
 from passes.capture.selected_branches import can_be_rewritten
 from passes.capture.shorten import NotRepeated
 from passes.capture.tracing_errors import describe_stack, innermost_frame_of_model
 from passes.capture.value_subgraph import Source, Subgraphs, UnknownValue
 from passes.ir.errors import CaptureError, MissingValues
-from passes.ir.value_guards import GuardReading, GuardStep, Path, StepResult, ValueGuards
+from passes.ir.value_guards import GuardReading, GuardStep, HeldTensor, Path, StepResult, ValueGuards
 from passes.torch_compat.tracer_questions import CurrentTrace, outside_of_tracing
 
 _aten = torch.ops.aten
@@ -44,6 +45,7 @@ class ValueReads:
         buffers: values of the model's buffers by name.
         modules: ``id(module)`` → path, to say where a value is read.
         whole: False if repeated layers are skipped: then a buffer of one layer says nothing about the next.
+        held: finds the tensors of a script that are constants of the trace.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class ValueReads:
         whole: bool,
         picked: PickedRows,
         decisions: Decisions,
+        held: HeldTensors,
     ) -> None:
+        self._held = held
         self.picked = picked
         self.decisions = decisions
         self._inputs = inputs
@@ -89,7 +93,7 @@ class ValueReads:
     def begin(self, tensors: Mapping[Source, torch.Tensor]) -> None:
         """The trace begins, with these tensors for inputs, parameters and buffers."""
         self._begin_values()
-        self._subgraphs = Subgraphs(CurrentTrace(), tensors)
+        self._subgraphs = Subgraphs(CurrentTrace(), tensors, self._held)
 
     def answer(
         self, ask: Callable[..., Any], stand_ins: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,6 +167,12 @@ class ValueReads:
         numbers = self._add(GuardStep("tolist", (self._step_of(tensor),)))
         self._read(numbers)
         return self._values.results[numbers.step]  # type: ignore[no-any-return]
+
+    def note_held(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that Python has read all values of tensors that a script holds."""
+        for tensor in tensors:
+            step = self._add(GuardStep("held", (HeldTensor(self._held.of(tensor)),)))
+            self._read(self._add(GuardStep("tolist", (step,))))
 
     def is_settled(self, tensor: torch.Tensor) -> bool:
         """Whether inputs, buffers and constants decide what a tensor is, so that reading it is no error."""
@@ -362,6 +372,8 @@ class ValueReads:
             raise CaptureError(f"{self._asked}, which {unknown}: {_INSTEAD}") from None
 
     def _add(self, step: GuardStep) -> StepResult:
+        if step.op == "held" and not self._whole:
+            raise NotRepeated("a tensor that is read in Python")
         with outside_of_tracing():
             self._values.run(step)
         self._entries.append(step)

@@ -14,9 +14,10 @@ from passes.capture.drawn_ranges import answer_whatever_is_drawn, is_drawn
 from passes.capture.equal_tensors import computed_alike
 from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
+from passes.capture.held_tensors import HeldTensors, is_written_out
 from passes.capture.joined_parts import joined_part
 from passes.capture.shorten import SKIPPED
-from passes.ir.value_guards import GuardStep, StepResult
+from passes.ir.value_guards import GuardStep, HeldTensor, StepResult
 from passes.torch_compat.operators import OpOverload, schema, tree_leaves
 from passes.torch_compat.tensor_fields import FakeTensor, storage_id
 from passes.torch_compat.tracer_questions import CurrentTrace, outside_of_tracing
@@ -48,10 +49,12 @@ class Subgraphs:
     Args:
         trace: the graph so far.
         tensors: those that the trace began with, by what they are.
+        held: finds the tensors of a script that are constants of the trace.
     """
 
-    def __init__(self, trace: CurrentTrace, tensors: Mapping[Source, torch.Tensor]) -> None:
+    def __init__(self, trace: CurrentTrace, tensors: Mapping[Source, torch.Tensor], held: HeldTensors) -> None:
         self._trace = trace
+        self._held = held
         self._sources: dict[fx.Node, Source] = {}
         for source, tensor in tensors.items():
             node = trace.node_of(tensor)
@@ -287,7 +290,11 @@ class Subgraphs:
             kind, name = self._sources[node]
             return GuardStep(kind, (name,), writes=copied)
         if node.op == "get_attr":
-            return _literal(self._trace.constant(str(node.target)))
+            constant = self._trace.constant(str(node.target))
+            if is_written_out(node):
+                return _literal(constant)
+            with outside_of_tracing():
+                return GuardStep("held", (HeldTensor(self._held.of(constant)),), writes=copied)
         part = joined_part(node)
         if part is not None:
             return GuardStep("aten.to.dtype", (steps[part], node.meta["val"].dtype))

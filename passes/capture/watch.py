@@ -146,6 +146,8 @@ class WatchedForward(TorchFunctionMode):
             if need is None:
                 raise
             raise need from refusal
+        if name in _READ_BY and all(map(_is_held, args)):
+            self._reads.note_held([tensor for tensor in args if isinstance(tensor, torch.Tensor)])
         if calls_operator(name, result):
             self._operators.note()
         self._reads.picked.note(name, args[0] if args else None, result)
@@ -220,8 +222,18 @@ _FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # 
 _FROM_DATA = (torch.tensor, torch.as_tensor)
 _EQUAL = (torch.equal, torch.Tensor.equal)
 _AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
+#: What gives Python the values of a tensor that is there, which the tracer does not see.
+_READ_BY = frozenset(
+    ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "equal",
+     "allclose", "__contains__")
+)  # fmt: skip
 #: Elements of a tensor that may be read as an array.
 _MAX_READ = 4096
+
+
+def _is_held(argument: Any) -> bool:
+    """Whether an argument is not a tensor of the trace."""
+    return not isinstance(argument, FakeTensor)
 
 
 def _refuse_learners(function: str, args: Iterable[Any]) -> None:

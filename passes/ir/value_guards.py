@@ -27,16 +27,23 @@ class GuardStep:
 
     Attributes:
         op: ``aten.sum.default``; ``input`` (of a path), ``buffer`` (of a name), ``literal`` (shape, dtype, bytes),
-            ``blank`` (shape, dtype: only these matter), ``item`` (of several results, by number) and ``tolist`` (all
-            numbers of a tensor) are no operators.
+            ``held`` (a ``HeldTensor``), ``blank`` (shape, dtype: only these matter), ``item`` (of several results, by
+            number) and ``tolist`` (all numbers of a tensor) are no operators.
         args, kwargs: with ``StepResult`` for tensors.
-        writes: whether it changes an argument in place; of an input or buffer: whether a later step does.
+        writes: whether it changes an argument in place; of an input, buffer or held tensor: whether a later step does.
     """
 
     op: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     writes: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor that a script holds and may change: equal to itself alone, whatever it holds."""
+
+    tensor: Any = field(repr=False)
 
 
 @dataclass(frozen=True)

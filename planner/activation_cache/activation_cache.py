@@ -21,6 +21,7 @@ from planner.activation_cache.prefix_checks import CachedPrefix, checked_prefix
 from planner.activation_cache.sample_keys import sample_keys, sum_of_weights
 from planner.activation_cache.sample_ring import RingSizes, SampleRing, shared_ring
 from planner.changing.freezing import BYTES_PER_SECOND, CacheRoom
+from runtime.calls.content_keys import content_of
 from runtime.calls.frozen_prefix import AFTER, OUTPUT
 from runtime.calls.model_call import ModelCall
 from runtime.migration.move_price import REPLAN_SECONDS, ReplanDecision, check_question
@@ -373,7 +374,8 @@ class ActivationCache:
             self._ring = shared_ring(ranks, self._ring, sizes, self._folder)
 
     def _keys(self, call: ModelCall, prefix: CachedPrefix, after: str, weights: int) -> list[bytes]:
-        common = f"{after} {prefix.dtype} {weights} {self.parallel.constants_read}"
+        constants = [content_of(tensor) for tensor in prefix.constants]
+        common = f"{after} {prefix.dtype} {weights} {self.parallel.constants_read} {constants}"
         return sample_keys(call, prefix.paths, prefix.by_row, common)
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from passes.ir.graph import Graph
 from passes.ir.types import shard
@@ -21,6 +22,7 @@ class CachedPrefix:
         paths: of the inputs that they read; ``by_row``: those of them with a row a sample.
         states: names of the parameters and buffers that they read.
         shape, dtype: of their output for the global batch that was planned for.
+        constants: tensors that they read beside these, which a script may write to.
     """
 
     paths: tuple[Path, ...]
@@ -28,6 +30,7 @@ class CachedPrefix:
     states: frozenset[str]
     shape: tuple[int, ...]
     dtype: str
+    constants: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
 
 def checked_prefix(graph: Graph, after: str, trains: Mapping[str, bool]) -> CachedPrefix:
@@ -72,4 +75,6 @@ def checked_prefix(graph: Graph, after: str, trains: Mapping[str, bool]) -> Cach
         path for path, value in zip(graph.input_paths, graph.inputs) if value.shape[:1] == (size,) and value.shape
     ]
     output = values[name]
-    return CachedPrefix(tuple(graph.input_paths), tuple(by_row), names, tuple(output.shape), output.dtype)
+    read_in_python = [step.args[0].tensor for step in graph.guards.steps if step.op == "held"]
+    constants = (*(state.data for state in graph.states if state.data is not None), *read_in_python)
+    return CachedPrefix(tuple(graph.input_paths), tuple(by_row), names, tuple(output.shape), output.dtype, constants)

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from passes.capture.nested_values import Container, Leaf, Structure
+from passes.torch_compat.module_tables import tensors_of
+from runtime.calls.tensor_serials import serials_of
 
 #: Classes whose objects never change and are equal if their contents are.
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum,
@@ -56,9 +58,9 @@ def content_key(value: Any, name: str) -> Hashable:
 
 
 def state_key(function: Any) -> Hashable:
-    """The key of the numbers, strings and flags that a function sees around it: in its closure, its object, a partial.
+    """The key of what a function sees in its closure, its object or a partial: numbers, strings, tensors, modules.
 
-    What else is there (tensors, modules) is not looked at.
+    Of tensors and modules it counts which they are, not what is in them. What else is there is not looked at.
     """
     entries: list[Any] = []
     if isinstance(function, functools.partial):
@@ -69,14 +71,16 @@ def state_key(function: Any) -> Hashable:
         entries += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
         entries += function.__defaults__ or ()
     elif isinstance(function, nn.Module):
-        entries += [value for module in function.modules() for value in _attribute_values(module)]
+        for module in function.modules():
+            entries += [*_attribute_values(module), *tensors_of(module).values()]
     elif function is not None:
         entries += _attribute_values(function)
-    return tuple((type(entry), repr(entry)) for entry in entries if _is_plain(entry))
+    plain = tuple((type(entry), repr(entry)) for entry in entries if _is_plain(entry))
+    return plain, tuple(held for held in map(serials_of, entries) if held is not None)
 
 
 def _attribute_values(value: Any) -> list[Any]:
-    return [entry for entry in getattr(value, "__dict__", {}).values() if _is_plain(entry)]
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _is_plain(value: Any) -> bool:
@@ -162,12 +166,16 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _tensor_key(tensor: torch.Tensor) -> Hashable:
-    kind = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
-    if tensor.is_meta:
-        return kind
+def content_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, bytes]:
+    """Shape, dtype and a digest of the values of a tensor with data."""
     whole = tensor.detach().cpu().contiguous().flatten()
-    return (*kind, _digest(whole.view(torch.uint8).numpy() if whole.numel() else np.empty(0)))
+    digest = _digest(whole.view(torch.uint8).numpy() if whole.numel() else np.empty(0))
+    return tuple(tensor.shape), tensor.dtype, digest
+
+
+def _tensor_key(tensor: torch.Tensor) -> Hashable:
+    where = (tensor.device, tensor.requires_grad)
+    return (tuple(tensor.shape), tensor.dtype, *where) if tensor.is_meta else (*content_of(tensor), *where)
 
 
 def _digest(array: np.ndarray) -> bytes:

@@ -24,8 +24,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from passes.torch_compat.module_tables import HOOKS
+from runtime.calls.held_attributes import HeldAttributes
 from runtime.calls.modes import other_modes
 from runtime.calls.surroundings import Surroundings, in_words
+from runtime.calls.tensor_serials import serials
 from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -85,32 +87,41 @@ class ModelWatch:
         self._modes_first = self.other_modes
         self._original_modes: tuple[str, ...] | None = None
         self._surroundings = Surroundings(model, loss_fn)
+        self._held = HeldAttributes(model, copy, self._surroundings.written)
 
     def watch_original_of(self, before: ModelWatch) -> None:
         """Look at the original that ``before`` looked at: the copy was made from its copy."""
         self._root, self._owners = before._root, before._owners
         self._num_handles, self._announced = before._num_handles, before._announced
+        self._held.watch_original_of(before._held)
+        self._surroundings.continue_from(before._surroundings)
         self._parameters, self._trained = before._parameters, before._trained
         self._trained_first, self._modes_first = before._trained_first, before._modes_first
 
     def look_at_copy(self) -> None:
         """Take up what is set on the copy from now on: a method of it is called, or a container handed out."""
+        self._held.look_at_copy()
         if not self._owners_of_copy:
             self._owners_of_copy = [owner for owner in _owners(self._copy) if owner.path or not owner.attribute]
 
     @property
     def key(self) -> Hashable:
         """A key that is equal as long as programs traced with the copy stay the same."""
-        attributes = tuple((place, type(value), repr(value)) for place, value in self.changed.items())
-        return attributes, self.other_modes, self._surroundings.key
+        attributes = tuple((place, type(value), serials(value) or repr(value)) for place, value in self.changed.items())
+        return attributes, self.other_modes, self._surroundings.key, self._held.key
+
+    @property
+    def other_values(self) -> list[str]:
+        """Attributes and what is around the code that have changed, in words that are the same in every process."""
+        attributes = [f"{'.'.join(filter(None, place))}={value!r}" for place, value in self.changed.items()]
+        around = [f"{name}={in_words(value)}" for name, value in sorted(self._surroundings.changed.items())]
+        return [*attributes, *self._held.differences, *around]
 
     @property
     def differences(self) -> list[str]:
         """The changes since the model was compiled, in words that are the same in every process."""
-        attributes = [f"{'.'.join(filter(None, place))}={value!r}" for place, value in self.changed.items()]
-        around = [f"{name}={in_words(value)}" for name, value in sorted(self._surroundings.changed.items())]
         modes = [f"{path!r} in the other mode" for path in self.other_modes]
-        return [*attributes, *around, *modes, *(f"{name!r} frozen" for name in self.frozen)]
+        return [*self.other_values, *modes, *(f"{name!r} frozen" for name in self.frozen)]
 
     @contextmanager
     def unwritten(self) -> Iterator[None]:
@@ -127,6 +138,7 @@ class ModelWatch:
     def update(self) -> None:
         """Take up what changed since the last call."""
         self._surroundings.update()
+        self._held.update()
         for owner in self._settings:
             self._update_owner(owner, owner.reference().__dict__)
         for owner in self._owners_of_copy:

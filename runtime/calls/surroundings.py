@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from runtime.calls.code_reads import Chain, CodeReads, reads_of
+from runtime.calls.tensor_serials import Serials, serials, serials_of
 from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -54,7 +55,8 @@ class _Variable:
     @property
     def is_told_by_version(self) -> bool:
         """Whether it changes only with its holder's version."""
-        return isinstance(self.holder, dict) and len(self.name) == 1 and not isinstance(self.value, (list, dict, set))
+        is_one = not isinstance(self.value, (list, dict, set)) and getattr(self.value, "is_of_one", True)
+        return isinstance(self.holder, dict) and len(self.name) == 1 and is_one
 
 
 class Surroundings:
@@ -62,21 +64,27 @@ class Surroundings:
 
     Attributes:
         changed: variables that are other than at first, by name, with what they are now.
+        written: names of attributes that the code sets itself.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         self.changed: dict[str, Any] = {}
+        self.written = frozenset[str]()
         self._first: dict[str, Any] = {}
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         self._classes = tuple(dict.fromkeys(map(type, modules)))
         instance_forwards = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
-        self._roots = [*(getattr(kind, "forward", None) for kind in self._classes), *instance_forwards, loss_fn]
+        self._roots = [*map(_forward_of, self._classes), *instance_forwards, loss_fn]
         self._collect()
 
     @property
     def key(self) -> Hashable:
         """A key that is equal as long as the variables' values are."""
         return tuple((words, type(value), _key(value)) for words, value in self.changed.items())
+
+    def continue_from(self, before: Surroundings) -> None:
+        """Go on comparing with what ``before`` saw at first."""
+        self._first, self.changed = dict(before._first), dict(before.changed)
 
     def update(self) -> None:
         """Take up what changed since the last call."""
@@ -100,7 +108,10 @@ class Surroundings:
             self.changed[variable.words] = variable.value
 
     def _collect(self) -> None:
-        variables = {(id(one.holder), one.name): one for one in _variables(self._roots, self._classes)}
+        functions = list(_functions(self._roots, self._classes))
+        self.written = _written(functions)
+        found = _variables(functions, self.written, self._classes)
+        variables = {(id(one.holder), one.name): one for one in found}
         by_holder: dict[int, tuple[Any, list[_Variable]]] = {}
         self._loose: list[_Variable] = []
         for variable in variables.values():
@@ -111,21 +122,32 @@ class Surroundings:
         self._versioned = [(holder, dict_version(holder), some) for holder, some in by_holder.values()]
 
 
+def _forward_of(kind: type) -> Any:
+    """The user's own ``forward`` of a class, be it inside of one of ours."""
+    forwards = (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    return next((forward for forward in forwards if not _is_library(forward)), None)
+
+
 def in_words(value: Any) -> str:
     """A text of a value that is the same in every process."""
     if isinstance(value, types.FunctionType):
         return f"function {value.__qualname__}"
+    if isinstance(value, Serials):
+        return value.words
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if _is_watched(value) else f"a {type(value).__name__}"
 
 
-def _variables(roots: list[Any], classes: tuple[type, ...]) -> Iterator[_Variable]:
-    """What the code of ``roots``, and of all functions that they lead to, reads and does not set."""
-    functions = list(_functions(roots, classes))
+def _written(functions: Sequence[types.FunctionType]) -> frozenset[str]:
+    """Names of globals and attributes that functions set; constructors only set attributes of new objects."""
+    writers = (function for function in functions if function.__name__ not in _CONSTRUCTORS)
+    return frozenset[str]().union(*(reads_of(function.__code__).written for function in writers))
+
+
+def _variables(
+    functions: Sequence[types.FunctionType], written: frozenset[str], classes: tuple[type, ...]
+) -> Iterator[_Variable]:
+    """What the code of functions, and of modules of these classes, reads and does not set."""
     reads = [reads_of(function.__code__) for function in functions]
-    # Constructors only set attributes of new objects.
-    written = set[str]().union(
-        *(read.written for of, read in zip(functions, reads) if of.__name__ not in _CONSTRUCTORS)
-    )
     rebound = set[str]().union(*(read.rebound for read in reads))
     filled = set[str]().union(*(read.filled for read in reads))
     for function, read in zip(functions, reads):
@@ -134,7 +156,8 @@ def _variables(roots: list[Any], classes: tuple[type, ...]) -> Iterator[_Variabl
             if variable is None:
                 continue
             is_set = chain[0] in (written if isinstance(holder, dict) else rebound) or written & set(variable.name[1:])
-            is_filled = isinstance(variable.value, (list, dict, set)) and chain[0] in filled
+            is_filled = not getattr(variable.value, "is_of_one", True) or isinstance(variable.value, (list, dict, set))
+            is_filled = is_filled and chain[0] in filled
             if not is_set and not is_filled:
                 yield variable
     attributes = set[str]().union(*(read.attributes for read in reads)) - written
@@ -206,6 +229,8 @@ def _variable(holder: Any, chain: Chain, words: str) -> _Variable | None:
     for length, value in enumerate(_along(holder, chain), 1):
         if isinstance(value, types.ModuleType) and _is_library(value):
             return None
+        if isinstance(value, nn.Module) and length == len(chain):
+            return _Variable(holder, chain, words, serials_of(value))
         if value is not _ABSENT and _is_watched(value):
             left_out = len(chain) - length
             short = words if not left_out else words.replace(".".join(chain), ".".join(chain[:length]), 1)
@@ -263,6 +288,8 @@ def _installed() -> tuple[str, ...]:
 
 
 def _is_watched(value: Any) -> bool:
+    if serials(value) is not None:
+        return True
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         entries = [*value, *value.values()] if isinstance(value, dict) else list(value)
         return len(entries) <= _MAX_ENTRIES and all(isinstance(entry, _PLAIN) for entry in entries)
@@ -270,14 +297,22 @@ def _is_watched(value: Any) -> bool:
 
 
 def _snapshot(value: Any) -> Any:
+    """What a value is compared by: plain ones as they are, tensors and modules without keeping them alive."""
+    held = serials_of(value)
+    if held is not None:
+        return held
     return type(value)(value) if type(value) in (list, dict, set) else value
 
 
 def _same(value: Any, before: Any) -> bool:
     if value is before:
         return True
+    if isinstance(before, Serials):
+        return bool(_snapshot(value) == before)
     return type(value) is type(before) and isinstance(value, (*_PLAIN, list, tuple, dict, set)) and value == before
 
 
 def _key(value: Any) -> Hashable:
+    if isinstance(value, Serials):
+        return value
     return repr(value) if _is_watched(value) and not isinstance(value, types.FunctionType) else id(value)

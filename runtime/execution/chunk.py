@@ -18,6 +18,7 @@ from runtime import ops
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.binding import BoundUnit, ChunkUnits
 from runtime.execution.expert_load import chunk_begins
+from runtime.execution.literals import Literals
 from runtime.execution.step_state import StepState
 from runtime.mesh.layout import Layout
 from runtime.pipeline import TensorSpec
@@ -49,11 +50,8 @@ class ProgramRunner:
         self.program = program
         self.state = state
         self.split = split
-        self.literals = {
-            spec.path: state.places.layout.split(spec.data.detach(), spec.placement)
-            for spec in program.states
-            if spec.kind == "constant"
-        }
+        self._followed = Literals([spec for spec in program.states if spec.kind == "constant"], state.places.layout)
+        self.literals = dict(self._followed.local)
         self.literals |= {spec.path: scratch[spec.path] for spec in program.states if scratch and spec.path in scratch}
         self.tree = self._tree()
         self.entry = program.load()[ENTRY_POINT](self.tree)
@@ -72,6 +70,11 @@ class ProgramRunner:
             else:
                 tree.put(spec.path, None if info.trainable else self.state.find(spec.path))
         return tree
+
+    def follow_literals(self) -> None:
+        """Take up what a script has written into tensors that are constants of the program."""
+        if self._followed.follow():
+            self._constants = None
 
     def forget_constants(self) -> None:
         """Compute constants again: they may depend on buffers, which may have moved."""

@@ -56,6 +56,11 @@ class Prepared:
         paths = {spec.path for program in self.programs for spec in program.inputs}
         return frozenset(path for path in paths if path[0] not in ("received", "total"))
 
+    def follow_literals(self) -> None:
+        """Take up what has changed in tensors of a script that are constants of the programs."""
+        for runner in self._runners:
+            runner.follow_literals()
+
     def forget_constants(self) -> None:
         for runner in self._runners:
             runner.forget_constants()

@@ -240,6 +240,7 @@ class Maker:
         shapes = None if call.case else (call.shapes, local_inputs, is_trained, training)
         key = (call.signature, local_inputs, mode)
         self.latest = self._prepared.get(key, make, shapes=shapes, announces=not call.case)
+        self.latest.follow_literals()
         return self.latest
 
     def _with_case(self, call: ModelCall, mode: Hashable, *, local_inputs: bool) -> ModelCall:

@@ -159,6 +159,7 @@ class PhasePrograms:
         prepared = self._prepared[phase]
         if id(prepared) not in self._is_fresh:
             self._is_fresh.add(id(prepared))
+            prepared.follow_literals()
             prepared.forget_constants()
             for unit in in_order_of_use(prepared.stages):
                 unit.refresh_needed()

@@ -84,8 +84,8 @@ class PrefixCalls(Changing):
 
     @property
     def constants_read(self) -> str:
-        """Attributes of the model that are other than when it was compiled, in words that are the same on all ranks."""
-        return repr(sorted(map(repr, self._engine.watch.changed.items())))
+        """What the code reads that is other than when it was compiled, in words that are the same on all ranks."""
+        return repr(sorted(self._engine.watch.other_values))
 
     def what_trains(self) -> dict[str, bool]:
         """By each name of a parameter, whether it trains now; all ranks must ask."""
