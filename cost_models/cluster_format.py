@@ -125,6 +125,8 @@ from cost_models.records import from_plain
 from cost_models.topology import expand_topology
 from cost_models.wiring import check_wiring, get_wiring, parse_wires
 
+#: More devices than anybody has: a search over their layouts would take hours.
+MAX_DEVICES = 1_000_000
 _TOP_KEYS = ("name", "device", "devices", "levels", "match", "profile", "unequal", "host")
 #: What unequal devices are planned as, the default first.
 UNEQUAL = REORDER, IN_ORDER, SLOWEST = ("reorder", "in-order", "slowest")
@@ -249,6 +251,8 @@ def _format_level(level: LinkLevel, size: int) -> dict[str, Any]:
 
 def _parse_devices(table: Table, levels: tuple[LinkLevel, ...]) -> tuple[DeviceGroup, ...]:
     num_devices = levels[-1].group_size
+    if num_devices > MAX_DEVICES:
+        raise ValueError(f"the levels join {num_devices:,} devices: a cluster has at most {MAX_DEVICES:,}")
     if ("device" in table) == ("devices" in table):
         raise ValueError("the cluster needs either one [device] table or several [[devices]] with a count each")
     if "device" in table:

@@ -179,6 +179,12 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", "tiny-llama", "--seq-len", "8", "--global-batch", "9" * 17], "from 1 to 100,000,000, got 99,999"),
         (["show", "plan.json", "--tokens", "1" + "0" * 26], "--tokens: expected a whole number from 1 to 10^18 - 1"),
         (["plan", "tiny-llama", "--global-batch", "9" * 30], "--global-batch: expected a whole number"),
+        (["plan", *STEP, "--alternatives", "9" * 12], "--alternatives must be at most 1,000, got 999999999999"),
+        (["plan", *STEP, "--alternatives", "many"], "--alternatives: expected a whole number from 1"),
+        (
+            ["plan", *STEP, "--cluster", "dgx-h100:999999999"],
+            "join 7,999,999,992 devices: a cluster has at most 1,000,000",
+        ),
         (["plan", *STEP[:-2]], "error: --global-batch is missing"),
         (["plan", "tiny-vit", *STEP[1:]], "--seq-len is of models whose samples are tokens, tiny-vit takes images"),
         (["plan", "folder/config.json"], "there is no file of this name"),

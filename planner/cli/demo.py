@@ -24,6 +24,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 import planner
 from cost_models.text import counted
+from planner.cli.shared_options import count
 
 BATCH_SIZE = 16
 SEQ_LEN = 128
@@ -71,7 +72,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=count, default=40)
     parser.add_argument("--solver")
     parser.add_argument("--report", default="demo.html")
     options = parser.parse_args()

@@ -190,7 +190,7 @@ def _add_step_arguments(group: Any) -> None:
         "plans that predictions do not tell apart from the fastest)",
     )
     group.add_argument("--target-seconds", type=seconds, metavar="SECONDS", help="for --objective devices")
-    group.add_argument("--alternatives", type=int, default=1, metavar="N", help="how many plans to find (default: 1)")
+    group.add_argument("--alternatives", type=count, default=1, metavar="N", help="how many plans to find (default: 1)")
     group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, …")
     group.add_argument("--gradient-dtype", metavar="DTYPE", help="of summed gradients (default: float32 or wider)")
     group.add_argument(

@@ -32,6 +32,8 @@ CHOICES: Mapping[str, Collection[Any] | None] = {
 }
 #: What a certificate calls the framework whose layouts alone were searched, among its demands.
 FRAMEWORK = "framework"
+#: Plans that one search returns.
+MAX_ALTERNATIVES = 1000
 #: Chunks on each rank that interleaved schedules are tried with, unless the user says.
 CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
 
@@ -202,7 +204,7 @@ def read_demands(
         ValueError: for an unknown name, or a value that it cannot have.
     """
     check_share("headroom", options.get("headroom", 0.0))
-    check_count("num_alternatives", options.get("num_alternatives", 1))
+    check_count("num_alternatives", options.get("num_alternatives", 1), at_most=MAX_ALTERNATIVES)
     check_memory_limit(options.get("memory_limit"))
     check_time_limit(options.get("time_limit"))
     check_max_programs(options.get("max_programs"))
@@ -228,10 +230,12 @@ def check_share(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a share of memory from 0 to below 1, got {value!r}")
 
 
-def check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: Any, *, at_most: int | None = None) -> None:
     """Raise ValueError unless ``value`` is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be at least 1, a whole number, got {value!r}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name} must be at most {at_most:,}, got {value!r}")
 
 
 def check_offload(value: Any) -> None:
