@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from passes.capture import CaptureError, capture
+from runtime.calls.skeleton import skeleton
 
 
 class Layer(nn.Module):
@@ -109,3 +111,51 @@ def test_a_weight_that_the_copy_cannot_hold_is_refused() -> None:
     hidden = Watch(model)
     with pytest.raises(CaptureError, match=r"'weight' of the model itself"):
         capture(model, args=(torch.ones(2, 4),), loss_fn=lambda out, batch: out.sum() + hidden.model.weight.sum())
+
+
+class Connection:
+    """Leads to the model, ends when it is freed, and is not to be made from a copy; one slot is not set."""
+
+    __slots__ = ("__dict__", "unset", "weight")
+
+    def __init__(self, model: nn.Module, ended: list[str]) -> None:
+        self.model, self.ended, self.weight = model, ended, 3.0
+
+    def __copy__(self) -> Connection:
+        raise AssertionError("a second one would be opened")
+
+    def __del__(self) -> None:
+        self.ended.append("connection")
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return outputs.square().mean() * self.weight + self.model.head.weight.sum()  # type: ignore[operator]
+
+
+class Ending(nn.Module):
+    def __init__(self, ended: list[str]) -> None:
+        super().__init__()
+        self.head, self.ended = nn.Linear(4, 4), ended
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def __del__(self) -> None:
+        self.ended.append("model")
+
+
+def test_nothing_of_the_users_ends_with_the_copies() -> None:
+    """A connection would be closed, though its owner still has it."""
+    ended: list[str] = []
+    model = Ending(ended)
+    connection = Connection(model, ended)
+    copied = skeleton(model)
+    graph = capture(copied, args=(torch.ones(2, 4),), loss_fn=connection.loss)
+    assert [state.path for state in graph.states] == ["head.weight", "head.bias"]
+    assert type(copied).__name__ == "Ending" and isinstance(copied, Ending)
+    del copied, graph
+    gc.collect()
+    assert not ended
+    connection.model = nn.Identity()
+    del model
+    gc.collect()
+    assert ended == ["model"]

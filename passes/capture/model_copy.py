@@ -3,10 +3,13 @@
 Modules, the containers that they hold, and whatever leads to a module or a replaced tensor (bound methods, partials,
 closures, names of a script, plain objects) are copied; everything else is shared. What cannot be followed (slots,
 objects of C, what libraries keep to themselves) still leads to the model itself: ``WatchedForward`` refuses its use.
+No code of the objects runs, neither when they are copied nor when a copy is freed: the copy of what has ``__del__``
+(a connection that it closes) has none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -129,10 +132,36 @@ def _is_of_library(thing: Any) -> bool:
 
 def _without_contents(thing: Any) -> Any:
     """A new object of the kind, which is to be filled: empty, or a shallow copy."""
-    empty = _EMPTY.get(type(thing))
+    kind: Any = type(thing)
+    empty = _EMPTY.get(kind)
     if empty is not None:
         return empty()
-    return object.__new__(type(thing)) if isinstance(thing, nn.Module) else copy.copy(thing)
+    if isinstance(thing, nn.Module):
+        return object.__new__(_without_finalizer(kind))
+    if kind.__new__ is not object.__new__:
+        return thing if hasattr(kind, "__del__") else copy.copy(thing)
+    copied: Any = object.__new__(_without_finalizer(kind))
+    for name, entry in _slots(thing):
+        object.__setattr__(copied, name, entry)
+    return copied
+
+
+@functools.cache
+def _without_finalizer(kind: Any) -> Any:
+    """A class whose objects are freed without running code of ``kind``."""
+    if not hasattr(kind, "__del__"):
+        return kind
+    names = {"__del__": lambda _: None, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), names)
+
+
+def _slots(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds beside its ``__dict__``, by name."""
+    for kind in type(thing).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # one that is not set
+                    yield name, member.__get__(thing)
 
 
 class _Copies:
