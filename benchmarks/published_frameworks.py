@@ -21,9 +21,9 @@ from passes.plan.step_plan import GroupPlan, StepPlan
 #: Attention before FlashAttention-2: "1.3 to 2.5 times" slower in Triton (Dao, "FlashAttention-2", 2023, section 4.1);
 #: the geometric mean of the two.
 TRITON_SLOWDOWN = 1.8
-#: Attention of cuDNN on Hopper over FlashAttention-2, which the preset has: measured with torch 2.11, heads of 128, no
-#: mask, 634 TFLOP/s forward and 484 backward (results/gpu.md, "Attention with a mask") for 331 and 297, in all.
-CUDNN_SPEEDUP = 1.68
+#: FlashAttention-2 on Hopper over cuDNN's, which the presets have (their comments say what was measured).
+FLASH_SLOWDOWNS = {"attention": 1.92, "attention_backward": 1.63}
+HOPPER = ("H100", "H200")
 #: Matrix products of CUDA 12.1, the first for Hopper, over those of 2024 and after that the presets know: fitted, the
 #: median over the calibration half of MPT's runs on H100, of which each has products of other sizes (mean error 5%).
 EARLY_HOPPER_SLOWDOWN = 1.22
@@ -69,7 +69,7 @@ class Framework:
         replicates_embedding: every tensor rank holds the whole embedding.
         state_bytes: of a parameter, its gradient and AdamW's moments; 8 where all of them have 16 bits.
         triton_attention: attention is FlashAttention as written in Triton, before FlashAttention-2.
-        cudnn_attention: attention is cuDNN's, as torch 2.11 takes it on Hopper.
+        cudnn_attention: attention on Hopper is cuDNN's, as torch 2.11 takes it; FlashAttention-2 for all others.
         early_hopper_products: matrix products are those of CUDA 12.1 on a Hopper device.
         flat_buffer_bytes: moved for each fully sharded parameter in each micro-batch, forward and backward, to copy in
             and out of flat buffers. torch's ``fully_shard``: [4, 10], gathered parameters copied out (2 + 2) in both
@@ -96,15 +96,20 @@ class Framework:
 
     def on_cluster(self, cluster: Cluster) -> Cluster:
         """``cluster`` as the framework's kernels run on it."""
-        slowdowns: dict[str, float] = {}
+        groups = tuple(
+            DeviceGroup(_slower(group.device, self._slowdowns(group.device)), group.count) for group in cluster.groups
+        )
+        return dataclasses.replace(cluster, groups=groups)
+
+    def _slowdowns(self, device: Device) -> dict[str, float]:
+        """By kind, the seconds of the framework's kernels over those of the preset."""
+        is_flash = not self.cudnn_attention and any(name in device.name for name in HOPPER)
+        slowdowns = dict(FLASH_SLOWDOWNS) if is_flash else dict.fromkeys(ATTENTION_KINDS, 1.0)
         if self.triton_attention:
-            slowdowns |= dict.fromkeys(ATTENTION_KINDS, TRITON_SLOWDOWN)
-        if self.cudnn_attention:
-            slowdowns |= dict.fromkeys(ATTENTION_KINDS, 1.0 / CUDNN_SPEEDUP)
+            slowdowns = {kind: slowdown * TRITON_SLOWDOWN for kind, slowdown in slowdowns.items()}
         if self.early_hopper_products:
             slowdowns["matmul"] = EARLY_HOPPER_SLOWDOWN
-        groups = tuple(DeviceGroup(_slower(group.device, slowdowns), group.count) for group in cluster.groups)
-        return dataclasses.replace(cluster, groups=groups)
+        return slowdowns
 
     def on_step(self, step: StepPlan, graph: Any, config: Any, seq_len: int, cluster: Cluster) -> PipelineStep:
         """``step`` as the framework runs it.

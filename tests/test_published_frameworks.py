@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published_frameworks import CUDNN_SPEEDUP, Framework
+from benchmarks.published_frameworks import FLASH_SLOWDOWNS, Framework
 from cost_models import Cluster
 from cost_models.hardware import Device, DeviceGroup
 from cost_models.step import ChunkCosts, LayerCosts, LayerSeconds, PipelineStep
@@ -207,7 +207,13 @@ def test_the_loss_is_not_recomputed_with_the_layers() -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "options", "slowdown"),
-    [("dgx-a100-80g", {"triton_attention": True}, 1.8), ("dgx-h100", {"cudnn_attention": True}, 1 / CUDNN_SPEEDUP)],
+    [
+        ("dgx-a100-80g", {}, 1.0),
+        ("dgx-a100-80g", {"triton_attention": True}, 1.8),
+        ("dgx-h100", {}, FLASH_SLOWDOWNS["attention"]),
+        ("dgx-h100", {"triton_attention": True}, 1.8 * FLASH_SLOWDOWNS["attention"]),
+        ("dgx-h100", {"cudnn_attention": True}, 1.0),
+    ],
 )
 def test_attention_takes_what_its_software_does_and_nothing_else_changes(
     cluster: str, options: dict[str, bool], slowdown: float
