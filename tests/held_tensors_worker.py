@@ -48,7 +48,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -114,10 +114,10 @@ def _follow_student_in_place(pair: Pair) -> None:
 #: What a script writes into tensors.
 WRITES: dict[str, Callable[[Pair], Any]] = {
     "an attribute": lambda pair: pair.model.layers[1].temperature.fill_(2.0),
-    "by way of the parallel module": lambda pair: pair.parallel.layers[2].temperature.mul_(3.0),
+    "by way of the parallel module": lambda pair: pair.parallel.layers[0].temperature.mul_(3.0),
     "by way of data": lambda pair: pair.model.layers[0].temperature.data.fill_(0.5),
     "an entry": lambda pair: pair.model.layers[1].entries[0].fill_(2.0),
-    "an entry of an entry": lambda pair: pair.model.layers[3].entries[1]["gain"].fill_(2.0),
+    "an entry of an entry": lambda pair: pair.model.layers[1].entries[1]["gain"].fill_(2.0),
     "a matrix": lambda pair: pair.model.layers[0].mixing.copy_(matrix(2)),
     "a global": lambda pair: AROUND.fill_(2.0),
     "an entry of a global": lambda pair: TABLE[0].fill_(0.5),
@@ -133,19 +133,20 @@ OTHERS: dict[str, Callable[[Pair], Any]] = {
         setattr(pair.parallel.layers[1], "temperature", tensor(3.0))
         or setattr(pair.model.layers[1], "temperature", tensor(3.0))
     ),
-    "an entry": lambda pair: pair.model.layers[2].entries.__setitem__(0, tensor(0.5)),
-    "an entry of an entry": lambda pair: pair.model.layers[2].entries[1].update(gain=tensor(0.5)),
-    "a matrix": lambda pair: setattr(pair.model.layers[3], "mixing", matrix(3)),
+    "an entry": lambda pair: pair.model.layers[0].entries.__setitem__(0, tensor(0.5)),
+    "an entry of an entry": lambda pair: pair.model.layers[0].entries[1].update(gain=tensor(0.5)),
+    "a matrix": lambda pair: setattr(pair.model.layers[1], "mixing", matrix(3)),
     "a global": _rebind_around,
     "an entry of a global": lambda pair: TABLE.__setitem__(0, tensor(2.0)),
     "of a class": lambda pair: setattr(Layer, "of_class", tensor(0.5)),
     "of a loss": lambda pair: setattr(pair.loss_fn, "weight", tensor(3.0)),
     "a teacher": lambda pair: setattr(pair.loss_fn, "teacher", nn.Linear(8, 8).double().requires_grad_(False)),
     "a number that decides": lambda pair: pair.model.layers[1].levels.level.fill_(0.0),
-    "another number that decides": lambda pair: setattr(pair.model.layers[2].levels, "level", tensor(0.0)),
+    "another number that decides": lambda pair: setattr(pair.model.layers[0].levels, "level", tensor(0.0)),
     "a number of rounds": lambda pair: pair.model.layers[0].levels.count[0].fill_(3),
-    "another number of rounds": lambda pair: pair.model.layers[3].levels.count.__setitem__(0, torch.tensor(1)),
+    "another number of rounds": lambda pair: pair.model.layers[1].levels.count.__setitem__(0, torch.tensor(1)),
 }
+LATER = [WRITES[name] for name in ("an attribute", "an entry", "a global", "of a loss", "a teacher's data")]
 TARGETS = ("dp=2", "tp=2", "pp=2")
 
 
@@ -158,7 +159,8 @@ def main() -> None:
         answers |= {f"written: {name} {target}": (change(pair), pair.same())[1] for name, change in WRITES.items()}
         answers[f"no program for what is written {target}"] = pair.num_programs == before
         answers |= {f"other: {name} {target}": (change(pair), pair.same())[1] for name, change in OTHERS.items()}
-        answers |= {f"then written: {name} {target}": (change(pair), pair.same())[1] for name, change in WRITES.items()}
+        # Into what has taken the others' places.
+        answers[f"written once more {target}"] = all((change(pair), pair.same())[1] for change in LATER)
     answer(answers)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from passes.capture.nested_values import Container, Leaf, Structure
 from passes.torch_compat.module_tables import tensors_of
-from runtime.calls.tensor_serials import serials_of
+from runtime.calls.held_values import held, held_module
 
 #: Classes whose objects never change and are equal if their contents are.
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum,
@@ -76,7 +76,8 @@ def state_key(function: Any) -> Hashable:
     elif function is not None:
         entries += _attribute_values(function)
     plain = tuple((type(entry), repr(entry)) for entry in entries if _is_plain(entry))
-    return plain, tuple(held for held in map(serials_of, entries) if held is not None)
+    others = (held_module(entry) if isinstance(entry, nn.Module) else held(entry) for entry in entries)
+    return plain, tuple(other for other in others if other is not None)
 
 
 def _attribute_values(value: Any) -> list[Any]:

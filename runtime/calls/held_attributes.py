@@ -1,22 +1,32 @@
-"""Attributes of a model's modules that hold tensors beside parameters and buffers: another tensor is another program.
+"""Attributes of a model's modules that are neither numbers nor weights: with other ones another program is made.
 
-The engine traces a copy of the model, which has containers of its own and shares the tensors.
+Tensors, arrays, containers, objects that are called. The engine traces a copy of the model, which has containers of its
+own and shares the tensors.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import types
 import weakref
-from collections.abc import Collection, Hashable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from passes.capture.state_holders import NOTES_OF_LIBRARIES
-from runtime.calls.tensor_serials import Serials, serials
+from runtime.calls.held_values import Held, held
 from runtime.torch_compat.host_state import dict_version
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_ABSENT = object()
+_CONTAINERS = (list, tuple, dict, set, deque)
+#: Whether an attribute of a module of this class may be read by the code of the model.
+IsRead = Callable[[type, str], bool]
 
 
 @dataclass
@@ -24,36 +34,36 @@ class _Holder:
     """A module that is looked at.
 
     Attributes:
-        first: its tensors by attribute when the model was compiled.
+        first: what its attributes held when the model was compiled.
         now: as last seen.
         version: changes whenever an attribute is set.
     """
 
     path: str
     module: weakref.ref[nn.Module]
-    first: dict[str, Serials]
-    now: dict[str, Serials]
+    first: dict[str, Held]
+    now: dict[str, Held]
     version: Any
 
     @property
     def changes_inside(self) -> bool:
-        return any(not held.is_of_one for held in self.now.values())
+        return any(not content.is_fixed for content in self.now.values())
 
 
 class HeldAttributes:
-    """Keeps ``copy`` in step with the tensors that attributes of ``model`` hold.
+    """Keeps ``copy`` in step with what attributes of ``model`` hold.
 
     Args:
-        written: names of attributes that the model's own code sets, which are not looked at.
+        is_read: attributes for which it is False are not looked at.
 
     Attributes:
-        changed: module path and attribute of what is held now and was not at first; None for what is gone.
+        changed: by module path and attribute what is held now and was not at first; None for what is gone.
     """
 
-    def __init__(self, model: nn.Module, copy: nn.Module, written: Collection[str]) -> None:
-        self.changed: dict[tuple[str, str], Serials | None] = {}
+    def __init__(self, model: nn.Module, copy: nn.Module, is_read: IsRead) -> None:
+        self.changed: dict[tuple[str, str], Held | None] = {}
         self._copy = copy
-        self._written = frozenset(written) | NOTES_OF_LIBRARIES | _OF_EVERY_MODULE
+        self._is_read = is_read
         self._holders = list(self._look(model))
         self._holders_of_copy: list[_Holder] = []
 
@@ -66,17 +76,23 @@ class HeldAttributes:
         if not self._holders_of_copy:
             self._holders_of_copy = [holder for holder in self._look(self._copy) if holder.now]
 
+    def follows(self, path: str, name: str) -> bool:
+        """Whether an attribute of a module is looked at."""
+        return (path, name) in self.changed or any(
+            name in holder.now for holder in self._holders if holder.path == path
+        )
+
     @property
     def key(self) -> Hashable:
-        """A key that is equal as long as the tensors are the same."""
+        """A key that is equal as long as what is held is the same."""
         return tuple(self.changed.items())
 
     @property
     def differences(self) -> list[str]:
         """What is held instead of what was at first, in words that are the same in every process."""
         return [
-            f"{path + '.' if path else ''}{name}={held.words if held else 'nothing'}"
-            for (path, name), held in self.changed.items()
+            f"{path + '.' if path else ''}{name}={content.words if content else 'nothing'}"
+            for (path, name), content in self.changed.items()
         ]
 
     def update(self) -> None:
@@ -85,11 +101,11 @@ class HeldAttributes:
             module = holder.module()
             if module is not None:
                 for name in self._changed_in(holder, module):
-                    target = self._copy.get_submodule(holder.path)
+                    target = vars(self._copy.get_submodule(holder.path))
                     if name in vars(module):
-                        vars(target)[name] = _own_containers(vars(module)[name])
+                        target[name] = _brought_over(target.get(name, _ABSENT), vars(module)[name])
                     else:
-                        vars(target).pop(name, None)
+                        target.pop(name, None)
         for holder in self._holders_of_copy:
             module = holder.module()
             if module is not None:
@@ -111,17 +127,41 @@ class HeldAttributes:
 
     def _look(self, model: nn.Module) -> Iterator[_Holder]:
         for path, module in model.named_modules():
-            held = self._held(module)
-            yield _Holder(path, weakref.ref(module), held, held, dict_version(vars(module)))
+            content = self._held(module)
+            yield _Holder(path, weakref.ref(module), content, content, dict_version(vars(module)))
 
-    def _held(self, module: nn.Module) -> dict[str, Serials]:
-        attributes = vars(module)
-        found = {name: serials(attributes[name], in_objects=True) for name in attributes.keys() - self._written}
-        return {name: held for name, held in sorted(found.items()) if held is not None}
+    def _held(self, module: nn.Module) -> dict[str, Held]:
+        attributes, kind = vars(module), type(module)
+        names = sorted(attributes.keys() - _OF_EVERY_MODULE - NOTES_OF_LIBRARIES)
+        found = {
+            name: held(attributes[name], in_objects=True, plain=isinstance(attributes[name], _CONTAINERS))
+            for name in names
+            if self._is_read(kind, name)
+        }
+        return {name: content for name, content in found.items() if content is not None}
 
 
-def _own_containers(value: Any) -> Any:
-    """``value`` with lists and dicts of its own."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_own_containers, value))
-    return {key: _own_containers(entry) for key, entry in value.items()} if type(value) is dict else value
+def _brought_over(own: Any, value: Any) -> Any:
+    """``value`` for a copy that holds ``own``: modules stay its own, containers and objects do."""
+    if own is value or isinstance(own, nn.Module):
+        return own
+    if isinstance(value, set):
+        return set(value)
+    if type(value) in (list, tuple, deque):
+        before = list(own) if type(own) is type(value) else []
+        pairs = itertools.zip_longest(before[: len(value)], value, fillvalue=_ABSENT)
+        return type(value)([_brought_over(old, entry) for old, entry in pairs])
+    if type(value) in (dict, OrderedDict):
+        table = own if isinstance(own, dict) else {}
+        return type(value)((key, _brought_over(table.get(key, _ABSENT), entry)) for key, entry in value.items())
+    if type(own) is not type(value) or not _is_object(value):
+        return value
+    for name, entry in vars(value).items():
+        vars(own)[name] = _brought_over(vars(own).get(name, _ABSENT), entry)
+    return own
+
+
+def _is_object(value: Any) -> bool:
+    """Whether what a value is lies in its attributes."""
+    is_other = isinstance(value, (torch.Tensor, type, types.FunctionType, types.MethodType, functools.partial, dict))
+    return not is_other and isinstance(getattr(value, "__dict__", None), dict)

@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from passes.torch_compat.module_tables import HOOKS
 from runtime.calls.held_attributes import HeldAttributes
+from runtime.calls.held_values import held
 from runtime.calls.modes import other_modes
 from runtime.calls.surroundings import Surroundings, in_words
-from runtime.calls.tensor_serials import serials
 from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -87,7 +87,7 @@ class ModelWatch:
         self._modes_first = self.other_modes
         self._original_modes: tuple[str, ...] | None = None
         self._surroundings = Surroundings(model, loss_fn)
-        self._held = HeldAttributes(model, copy, self._surroundings.written)
+        self._held = HeldAttributes(model, copy, self._surroundings.may_read)
 
     def watch_original_of(self, before: ModelWatch) -> None:
         """Look at the original that ``before`` looked at: the copy was made from its copy."""
@@ -107,7 +107,7 @@ class ModelWatch:
     @property
     def key(self) -> Hashable:
         """A key that is equal as long as programs traced with the copy stay the same."""
-        attributes = tuple((place, type(value), serials(value) or repr(value)) for place, value in self.changed.items())
+        attributes = tuple((place, type(value), held(value) or repr(value)) for place, value in self.changed.items())
         return attributes, self.other_modes, self._surroundings.key, self._held.key
 
     @property
@@ -246,7 +246,7 @@ class ModelWatch:
                     self._note(place, _snapshot(value))
                 else:
                     self.set(place, value)
-            else:
+            elif owner.attribute or not self._held.follows(owner.path, name):
                 self._announce(place, "was set")
         values = [attributes[name] for name in names]
         owner.names = names

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from runtime.calls.code_reads import Chain, CodeReads, reads_of
-from runtime.calls.tensor_serials import Serials, serials, serials_of
+from runtime.calls.held_values import Held, held, held_module
 from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -55,8 +55,7 @@ class _Variable:
     @property
     def is_told_by_version(self) -> bool:
         """Whether it changes only with its holder's version."""
-        is_one = not isinstance(self.value, (list, dict, set)) and getattr(self.value, "is_of_one", True)
-        return isinstance(self.holder, dict) and len(self.name) == 1 and is_one
+        return isinstance(self.holder, dict) and len(self.name) == 1 and not _changes_inside(self.value)
 
 
 class Surroundings:
@@ -64,12 +63,11 @@ class Surroundings:
 
     Attributes:
         changed: variables that are other than at first, by name, with what they are now.
-        written: names of attributes that the code sets itself.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         self.changed: dict[str, Any] = {}
-        self.written = frozenset[str]()
+        self._names = AttributeNames()
         self._first: dict[str, Any] = {}
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         self._classes = tuple(dict.fromkeys(map(type, modules)))
@@ -81,6 +79,13 @@ class Surroundings:
     def key(self) -> Hashable:
         """A key that is equal as long as the variables' values are."""
         return tuple((words, type(value), _key(value)) for words, value in self.changed.items())
+
+    def may_read(self, kind: type, name: str) -> bool:
+        """Whether the code may read an attribute of a module of this class, and does not set it itself."""
+        if name in self._names.written:
+            return False
+        is_of_library = any(_is_library(base) for base in kind.__mro__ if base not in (object, nn.Module))
+        return is_of_library or self._names.reads_all or name in self._names.read
 
     def continue_from(self, before: Surroundings) -> None:
         """Go on comparing with what ``before`` saw at first."""
@@ -109,8 +114,8 @@ class Surroundings:
 
     def _collect(self) -> None:
         functions = list(_functions(self._roots, self._classes))
-        self.written = _written(functions)
-        found = _variables(functions, self.written, self._classes)
+        self._names = _attribute_names(functions)
+        found = _variables(functions, self._names.written, self._classes)
         variables = {(id(one.holder), one.name): one for one in found}
         by_holder: dict[int, tuple[Any, list[_Variable]]] = {}
         self._loose: list[_Variable] = []
@@ -132,15 +137,34 @@ def in_words(value: Any) -> str:
     """A text of a value that is the same in every process."""
     if isinstance(value, types.FunctionType):
         return f"function {value.__qualname__}"
-    if isinstance(value, Serials):
+    if isinstance(value, Held):
         return value.words
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if _is_watched(value) else f"a {type(value).__name__}"
 
 
-def _written(functions: Sequence[types.FunctionType]) -> frozenset[str]:
-    """Names of globals and attributes that functions set; constructors only set attributes of new objects."""
-    writers = (function for function in functions if function.__name__ not in _CONSTRUCTORS)
-    return frozenset[str]().union(*(reads_of(function.__code__).written for function in writers))
+@dataclass(frozen=True)
+class AttributeNames:
+    """Names of attributes in the code of functions.
+
+    Attributes:
+        read, written: what it reads of anything, and sets; globals that it sets, too.
+        reads_all: whether it computes names.
+    """
+
+    read: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
+    reads_all: bool = True
+
+
+def _attribute_names(functions: Sequence[types.FunctionType]) -> AttributeNames:
+    """Constructors only set attributes of new objects."""
+    reads = [reads_of(function.__code__) for function in functions]
+    writers = [each for each, of in zip(reads, functions) if of.__name__ not in _CONSTRUCTORS]
+    read = frozenset[str]().union(*(each.attributes for each in reads))
+    computes = any(("getattr",) in each.globals or ("vars",) in each.globals for each in reads)
+    return AttributeNames(
+        read, frozenset[str]().union(*(each.written for each in writers)), computes or "__dict__" in read
+    )
 
 
 def _variables(
@@ -156,8 +180,7 @@ def _variables(
             if variable is None:
                 continue
             is_set = chain[0] in (written if isinstance(holder, dict) else rebound) or written & set(variable.name[1:])
-            is_filled = not getattr(variable.value, "is_of_one", True) or isinstance(variable.value, (list, dict, set))
-            is_filled = is_filled and chain[0] in filled
+            is_filled = _changes_inside(variable.value) and chain[0] in filled
             if not is_set and not is_filled:
                 yield variable
     attributes = set[str]().union(*(read.attributes for read in reads)) - written
@@ -229,13 +252,24 @@ def _variable(holder: Any, chain: Chain, words: str) -> _Variable | None:
     for length, value in enumerate(_along(holder, chain), 1):
         if isinstance(value, types.ModuleType) and _is_library(value):
             return None
-        if isinstance(value, nn.Module) and length == len(chain):
-            return _Variable(holder, chain, words, serials_of(value))
+        if length == len(chain) and _is_called_object(value):
+            return _Variable(holder, chain, words, _snapshot(value))
         if value is not _ABSENT and _is_watched(value):
             left_out = len(chain) - length
             short = words if not left_out else words.replace(".".join(chain), ".".join(chain[:length]), 1)
             return _Variable(holder, chain[:length], short, _snapshot(value))
     return None
+
+
+def _is_called_object(value: Any) -> bool:
+    """Whether code may call an object of a user's class, or a module."""
+    if isinstance(value, nn.Module):
+        return True
+    return (
+        callable(value)
+        and hasattr(value, "__dict__")
+        and not (isinstance(value, (type, types.FunctionType)) or _is_library(type(value)))
+    )
 
 
 def _entry(holder: Any, name: str) -> Any:
@@ -287,8 +321,13 @@ def _installed() -> tuple[str, ...]:
     return tuple(os.path.join(folder, "") for folder in own | others)
 
 
+def _changes_inside(value: Any) -> bool:
+    """Whether what stands under a name may change without another value put there."""
+    return not value.is_fixed if isinstance(value, Held) else isinstance(value, (list, dict, set))
+
+
 def _is_watched(value: Any) -> bool:
-    if serials(value) is not None:
+    if held(value) is not None:
         return True
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         entries = [*value, *value.values()] if isinstance(value, dict) else list(value)
@@ -298,21 +337,23 @@ def _is_watched(value: Any) -> bool:
 
 def _snapshot(value: Any) -> Any:
     """What a value is compared by: plain ones as they are, tensors and modules without keeping them alive."""
-    held = serials_of(value)
-    if held is not None:
-        return held
+    if isinstance(value, nn.Module):
+        return held_module(value)
+    content = None if isinstance(value, types.FunctionType) else held(value, in_objects=callable(value))
+    if content is not None:
+        return content
     return type(value)(value) if type(value) in (list, dict, set) else value
 
 
 def _same(value: Any, before: Any) -> bool:
     if value is before:
         return True
-    if isinstance(before, Serials):
+    if isinstance(before, Held):
         return bool(_snapshot(value) == before)
     return type(value) is type(before) and isinstance(value, (*_PLAIN, list, tuple, dict, set)) and value == before
 
 
 def _key(value: Any) -> Hashable:
-    if isinstance(value, Serials):
+    if isinstance(value, Held):
         return value
     return repr(value) if _is_watched(value) and not isinstance(value, types.FunctionType) else id(value)

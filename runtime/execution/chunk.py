@@ -18,7 +18,7 @@ from runtime import ops
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.binding import BoundUnit, ChunkUnits
 from runtime.execution.expert_load import chunk_begins
-from runtime.execution.literals import Literals
+from runtime.execution.followed_constants import FollowedConstants
 from runtime.execution.step_state import StepState
 from runtime.mesh.layout import Layout
 from runtime.pipeline import TensorSpec
@@ -50,7 +50,9 @@ class ProgramRunner:
         self.program = program
         self.state = state
         self.split = split
-        self._followed = Literals([spec for spec in program.states if spec.kind == "constant"], state.places.layout)
+        self._followed = FollowedConstants(
+            [spec for spec in program.states if spec.kind == "constant"], state.places.layout
+        )
         self.literals = dict(self._followed.local)
         self.literals |= {spec.path: scratch[spec.path] for spec in program.states if scratch and spec.path in scratch}
         self.tree = self._tree()

@@ -15,7 +15,7 @@ from torch._C._dynamo import guards
 from passes.torch_compat.tensor_fields import storage_id
 
 __all__ = ["add_all", "copy_into_all", "copy_tensors", "dict_version", "is_alone_in_memory", "norm_of_all",
-           "pinned_like", "scale_all"]  # fmt: skip
+           "num_writes", "pinned_like", "scale_all"]  # fmt: skip
 
 _dict_version: Callable[[dict[str, Any]], Any] | None = getattr(guards, "dict_version", None)
 _count_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -27,6 +27,11 @@ def is_alone_in_memory(tensor: torch.Tensor, *, besides: int = 0) -> bool:
         return False
     alone = torch.empty(1)  # by name: its storage must be there when it is asked
     return _count_users(storage_id(tensor)) <= _count_users(storage_id(alone)) + besides
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """A number that grows with each write to ``tensor`` that autograd sees; 0 where it counts none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def pinned_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

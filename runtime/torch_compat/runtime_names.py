@@ -6,6 +6,7 @@ Of torch 2.11 to 2.13, spmd_types 0.3, triton 3.6 and transformers 5.17 to 5.24.
 from __future__ import annotations
 
 RUNTIME_NAMES = {
+    "torch.Tensor._version": "what a script writes into large tensors beside the weights is not told from other calls",
     "torch._C._accelerator_setAllocatorSettings": "large tensors do not fit again where small ones have been",
     "torch.autograd._profiler_enabled": "actions are named for profilers that do not run, at 10 microseconds each",
     "torch._C._will_engine_execute_node": "gradients that a script asks autograd for by parameter are not there",

@@ -9,19 +9,20 @@ import torch
 
 from passes.emit.emitted_program import StateSpec
 from runtime.mesh.layout import Layout
+from runtime.torch_compat.host_state import num_writes
 
 #: Elements up to which a tensor on the host is compared by its values.
 _MAX_COMPARED = 4096
 
 
 @dataclass
-class _Literal:
+class _Constant:
     spec: StateSpec
     local: torch.Tensor
     stamp: Hashable
 
 
-class Literals:
+class FollowedConstants:
     """This rank's parts of a program's constants.
 
     A script may write into the tensor that a constant came from, or give it other memory; ``follow`` takes that up.
@@ -35,8 +36,8 @@ class Literals:
 
     def __init__(self, specs: Iterable[StateSpec], layout: Layout) -> None:
         self._layout = layout
-        self._literals = [_Literal(spec, self._part(spec), _stamp(spec.data)) for spec in specs]
-        self.local = {literal.spec.path: literal.local for literal in self._literals}
+        self._constants = [_Constant(spec, self._part(spec), _stamp(spec.data)) for spec in specs]
+        self.local = {constant.spec.path: constant.local for constant in self._constants}
 
     def follow(self) -> bool:
         """Take up what has changed since the last call; whether anything is known to have.
@@ -47,15 +48,15 @@ class Literals:
             ValueError: if a tensor has another shape or dtype than the program was made for.
         """
         changed = False
-        for literal in self._literals:
-            stamp = _stamp(literal.spec.data)
-            if stamp == literal.stamp and self._is_told(literal.spec.data):
+        for constant in self._constants:
+            stamp = _stamp(constant.spec.data)
+            if stamp == constant.stamp and self._is_told(constant.spec.data):
                 continue
-            self._check(literal.spec)
+            self._check(constant.spec)
             with torch.no_grad():
-                literal.local.copy_(self._part(literal.spec))
-            changed |= stamp != literal.stamp
-            literal.stamp = stamp
+                constant.local.copy_(self._part(constant.spec))
+            changed |= stamp != constant.stamp
+            constant.stamp = stamp
         return changed
 
     def _is_told(self, tensor: torch.Tensor) -> bool:
@@ -84,8 +85,7 @@ def _stamp(tensor: torch.Tensor) -> Hashable:
     """What changes when ``tensor`` does, as far as that can be told at once."""
     if tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)
-    version = 0 if tensor.is_inference() else tensor._version
-    memory = (tensor.data_ptr(), version, tensor.shape, tensor.dtype)
+    memory = (tensor.data_ptr(), num_writes(tensor), tensor.shape, tensor.dtype)
     return (*memory, _content(tensor)) if _is_compared(tensor) else memory
 
 
