@@ -174,6 +174,8 @@ def plan(
         raise ValueError("max_programs is of plans of whole steps; on a mesh alone there is time_limit: drop it")
     if shape is None and needed is not None:
         hardware = hardware.subset(needed)
+    if shape is not None:
+        CostModel(hardware, shape.as_dict())  # a mesh of another size is refused before the model is captured
     demands = read_demands(
         fix,
         forbid,

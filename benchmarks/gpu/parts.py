@@ -106,6 +106,11 @@ FULL_PLANS: dict[str, tuple[Any, ...]] = {
     "Mixtral, full": ("mixtral-8x7b", {_LAST: 2}, "bfloat16", 2048, "full"),
     "Qwen 7B, nothing": ("qwen2.5-7b", {_LAST: 6}, "bfloat16", 2048, "none"),
 }
+#: Of each kind one, for a rehearsal.
+REHEARSED_PLANS = frozenset(
+    {"Llama 8B, 4 micro-batches", "Llama 8B, chunked loss", "Llama 8B, on the host", "Llama 8B, float32",
+     "GPT-2, selective", "GPT-2 XL, full", "BERT large, nothing", "T5, nothing", "ViT large, full", "Mixtral, nothing"}
+)  # fmt: skip
 #: As wide as the models are, but of few layers: compiling a whole one takes minutes.
 MODELS = {
     "Llama": ModelSize("llama-3-8b", 1, 4096, changes={_LAST: 4}),
@@ -161,7 +166,11 @@ def plan(setting: Setting) -> list[Part]:
     training = tuple(
         Item(name, f"{here}.training:{function}", 60, arguments) for name, function, arguments in _training_cases()
     )
-    full = tuple(Item(name, f"{here}.memory:memory", 90, {"case": case}) for name, case in FULL_PLANS.items())
+    full = tuple(
+        Item(name, f"{here}.memory:memory", 90, {"case": case})
+        for name, case in FULL_PLANS.items()
+        if name in REHEARSED_PLANS or not setting.tiny
+    )
     kinds = ("operator", "chain", "collective", "unit")
     host = tuple(Item(kind, f"{here}.operators:host_time", 98, {"kind": kind}) for kind in kinds)
     return [
