@@ -21,6 +21,9 @@ KIND_STAND_IN: dict[str, str | None] = {
     "convolution": "matmul",
     "attention": "matmul",
     "attention_backward": "attention",
+    # with a mask that is a tensor
+    "masked_attention": "attention",
+    "masked_attention_backward": "attention_backward",
     # with a mask that has a gradient, which no other kernel than torch's memory-efficient one gives
     "biased_attention": "attention",
     "biased_attention_backward": "attention_backward",

@@ -15,6 +15,7 @@ _KIND_TOPICS: Mapping[str, str] = {
     "matmul": "Matmul",
     "attention": "Attention",
     "attention_backward": "Attention",
+    **dict.fromkeys(("masked_attention", "masked_attention_backward"), "Attention"),
     **dict.fromkeys(("biased_attention", "biased_attention_backward"), "Attention"),
 }
 _MEMORY_BOUND = "Memory-bound work"

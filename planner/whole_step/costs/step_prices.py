@@ -45,8 +45,9 @@ EXPERT = "ep"
 STATE_AXES = frozenset((DATA, CONTEXT))
 #: Flash attention computes the scores again: five matrix products backward for two forward (Dao 2023).
 ATTENTION_BACKWARD = 2.5
-#: Kinds of fused attention forward and backward; of that whose mask, behind query, key and value, has a gradient.
+#: Kinds of fused attention forward and backward; with a mask behind query, key and value; with one that has a gradient.
 PLAIN_ATTENTION = "attention", "attention_backward"
+MASKED_ATTENTION = "masked_attention", "masked_attention_backward"
 BIASED_ATTENTION = "biased_attention", "biased_attention_backward"
 _NUM_FACTORS = 3
 #: Attention that forms its scores: times that it reads or writes them outside its products, forward and backward, by
@@ -221,7 +222,8 @@ class StepPricing(Pricing):
             return seconds if grads else (seconds[0], 0.0)
         if kind == ATTENTION:
             scores = self._scores(node, values, inputs)
-            kinds = BIASED_ATTENTION if set(node.inputs[_NUM_FACTORS:]) & set(facts.grads) else PLAIN_ATTENTION
+            masks = set(node.inputs[_NUM_FACTORS:])
+            kinds = BIASED_ATTENTION if masks & set(facts.grads) else MASKED_ATTENTION if masks else PLAIN_ATTENTION
             forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kinds[0], shape=scores)
             again, twice = ATTENTION_BACKWARD * local_flops, 2 * num_bytes
             backward = price(flops=again, num_bytes=twice, dtype=dtype, kind=kinds[1], shape=scores)
