@@ -24,6 +24,8 @@ TRITON_SLOWDOWN = 1.8
 #: FlashAttention-2 on Hopper over cuDNN's, which the presets have (their comments say what was measured).
 FLASH_SLOWDOWNS = {"attention": 1.92, "attention_backward": 1.63}
 HOPPER = ("H100", "H200")
+#: Kinds that cuDNN has rates of its own for; other kernels add a bias (ALiBi's) as they go.
+MASKED = ("masked_attention", "masked_attention_backward")
 #: Matrix products of CUDA 12.1, the first for Hopper, over those of 2024 and after that the presets know: fitted, the
 #: median over the calibration half of MPT's runs on H100, of which each has products of other sizes (mean error 5%).
 EARLY_HOPPER_SLOWDOWN = 1.22
@@ -96,10 +98,13 @@ class Framework:
 
     def on_cluster(self, cluster: Cluster) -> Cluster:
         """``cluster`` as the framework's kernels run on it."""
-        groups = tuple(
-            DeviceGroup(_slower(group.device, self._slowdowns(group.device)), group.count) for group in cluster.groups
-        )
+        groups = tuple(DeviceGroup(self._on_device(group.device), group.count) for group in cluster.groups)
         return dataclasses.replace(cluster, groups=groups)
+
+    def _on_device(self, device: Device) -> Device:
+        kinds = device.efficiency.keys() - (set() if self.cudnn_attention else set(MASKED))
+        kept = dataclasses.replace(device, efficiency={kind: device.efficiency[kind] for kind in kinds})
+        return _slower(kept, self._slowdowns(device))
 
     def _slowdowns(self, device: Device) -> dict[str, float]:
         """By kind, the seconds of the framework's kernels over those of the preset."""

@@ -224,3 +224,5 @@ def test_attention_takes_what_its_software_does_and_nothing_else_changes(
     seconds = [each.device.seconds(kind="attention", **work) for each in (before, after)]
     assert seconds[1] == pytest.approx(slowdown * seconds[0])
     assert after.device.seconds(kind="matmul", **work) == before.device.seconds(kind="matmul", **work)
+    with_bias = after.device.seconds(kind="masked_attention", **work)
+    assert with_bias == seconds[1] or options == {"cudnn_attention": True}
