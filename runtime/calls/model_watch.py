@@ -1,9 +1,10 @@
 """Attributes of the original model that change after it was compiled: its programs were traced with the old ones.
 
 The engine traces a copy of the model without data. A number, a string or a flag that is set on the original's modules,
-or on plain objects that they hold (a config), is set on the copy too, and the next call is traced with it; other
-changes are announced. The original is looked at as long as somebody else holds it. Methods that are called by way of
-the parallel module run on the copy: from the first one on, what they set there counts as well.
+or on plain objects that they hold (a config), is set on the copy too, and the next call is traced with it; so are
+tensors, arrays and containers (``held_attributes``). Other changes are announced. The original is looked at as long as
+somebody else holds it. Methods that are called by way of the parallel module run on the copy: from the first one on,
+what they set there counts as well.
 
 What trains, and which submodules are in which mode, is the parallel module's own: it is refused on the original, where
 it would change nothing. The whole original may be frozen or put into another mode (to be a teacher, or compared with).

@@ -253,7 +253,8 @@ def _variable(holder: Any, chain: Chain, words: str) -> _Variable | None:
         if isinstance(value, types.ModuleType) and _is_library(value):
             return None
         if length == len(chain) and _is_called_object(value):
-            return _Variable(holder, chain, words, _snapshot(value))
+            content = _snapshot(value)
+            return _Variable(holder, chain, words, content) if isinstance(content, Held) else None
         if value is not _ABSENT and _is_watched(value):
             left_out = len(chain) - length
             short = words if not left_out else words.replace(".".join(chain), ".".join(chain[:length]), 1)
