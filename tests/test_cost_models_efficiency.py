@@ -148,7 +148,7 @@ def test_kinds_take_the_curves_of_their_stand_ins() -> None:
     }
     assert seconds.pop("matmul") == seconds.pop("convolution") == 1.0
     attention = [kind for kind in seconds if "attention" in kind]
-    assert len(attention) == 4 and {seconds.pop(kind) for kind in attention} == {2.0}
+    assert len(attention) == 6 and {seconds.pop(kind) for kind in attention} == {2.0}
     assert set(seconds.values()) == {4.0}
 
 
