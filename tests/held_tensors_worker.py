@@ -147,7 +147,7 @@ OTHERS: dict[str, Callable[[Pair], Any]] = {
     "another number of rounds": lambda pair: pair.model.layers[1].levels.count.__setitem__(0, torch.tensor(1)),
 }
 LATER = [WRITES[name] for name in ("an attribute", "an entry", "a global", "of a loss", "a teacher's data")]
-TARGETS = ("dp=2", "tp=2", "pp=2")
+TARGETS = ("tp=2", "pp=2")
 
 
 def main() -> None:
