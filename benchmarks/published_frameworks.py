@@ -17,6 +17,7 @@ from cost_models.efficiency import ATTENTION_KINDS, Curve, Efficiency
 from cost_models.hardware import Device, DeviceGroup
 from cost_models.step import LayerCosts, LayerSeconds, PipelineStep
 from passes.plan.step_plan import GroupPlan, StepPlan
+from planner.whole_step.costs.step_prices import MASKED_ATTENTION
 
 #: Attention before FlashAttention-2: "1.3 to 2.5 times" slower in Triton (Dao, "FlashAttention-2", 2023, section 4.1);
 #: the geometric mean of the two.
@@ -24,8 +25,6 @@ TRITON_SLOWDOWN = 1.8
 #: FlashAttention-2 on Hopper over cuDNN's, which the presets have (their comments say what was measured).
 FLASH_SLOWDOWNS = {"attention": 1.92, "attention_backward": 1.63}
 HOPPER = ("H100", "H200")
-#: Kinds that cuDNN has rates of its own for; other kernels add a bias (ALiBi's) as they go.
-MASKED = ("masked_attention", "masked_attention_backward")
 #: Matrix products of CUDA 12.1, the first for Hopper, over those of 2024 and after that the presets know: fitted, the
 #: median over the calibration half of MPT's runs on H100, of which each has products of other sizes (mean error 5%).
 EARLY_HOPPER_SLOWDOWN = 1.22
@@ -102,9 +101,10 @@ class Framework:
         return dataclasses.replace(cluster, groups=groups)
 
     def _on_device(self, device: Device) -> Device:
-        kinds = device.efficiency.keys() - (set() if self.cudnn_attention else set(MASKED))
-        kept = dataclasses.replace(device, efficiency={kind: device.efficiency[kind] for kind in kinds})
-        return _slower(kept, self._slowdowns(device))
+        # Only cuDNN has rates of its own for a mask; other kernels add a bias (ALiBi's) as they go.
+        left_out = () if self.cudnn_attention else MASKED_ATTENTION
+        efficiency = {kind: row for kind, row in device.efficiency.items() if kind not in left_out}
+        return _slower(dataclasses.replace(device, efficiency=efficiency), self._slowdowns(device))
 
     def _slowdowns(self, device: Device) -> dict[str, float]:
         """By kind, the seconds of the framework's kernels over those of the preset."""

@@ -120,12 +120,18 @@ class Holder(nn.Module):
         self.ordered, self.queue = OrderedDict(a=torch.tensor(1.0)), deque([torch.tensor(1.0)])
         self.scale, self.inside = Scale(), SimpleNamespace(scale=Scale())
         self.bound = functools.partial(torch.mul, torch.tensor(1.0))
+        self.layers = [nn.Linear(4, 4, bias=False).requires_grad_(False) for _ in range(2)]
+        self.first, self.second = self.layers
+        with torch.no_grad():
+            self.second.weight.copy_(2 * self.first.weight)
+        self.used, self.by_layer = [self.first], {self.first: torch.tensor(1.0)}
         self.pair, self.functions, self.numbers = (torch.tensor(1.0), 1.0), [lambda y: y], {1.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x) * torch.from_numpy(self.array) * float(self.number)
         y = y * self.settings.tensor * self.settings.number * torch.from_numpy(self.settings.array)
         y = self.inside.scale(self.scale(y * self.ordered["a"] * self.queue[0]))
+        y = self.used[0](y) * self.by_layer[self.first]
         y = self.functions[0](self.bound(y) * self.pair[0] * self.pair[1]) * sum(self.numbers)
         return (y * torch.as_tensor(ARRAY, dtype=torch.float32) * float(NUMBER)).square().mean()
 
@@ -154,6 +160,8 @@ DOUBLED: dict[str, Callable[[Holder], Any]] = {
     "a number of an object": lambda model: setattr(model.scale, "number", 2.0),
     "an object in another": lambda model: setattr(model.inside.scale, "number", 2.0),
     "a partial": lambda model: setattr(model, "bound", functools.partial(torch.mul, TWO)),
+    "a layer in a list": lambda model: model.used.__setitem__(0, model.second),
+    "what is kept by layer": lambda model: model.by_layer.update({model.first: TWO}),
     "a tuple": lambda model: setattr(model, "pair", (model.pair[0], 2.0)),
     "a function in a list": lambda model: model.functions.__setitem__(0, lambda y: y * 2),
     "a set": lambda model: (model.numbers.clear(), model.numbers.add(2.0)),

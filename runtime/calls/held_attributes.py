@@ -11,7 +11,7 @@ import itertools
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from passes.capture.state_holders import NOTES_OF_LIBRARIES
+from passes.torch_compat.module_tables import tensors_of
 from runtime.calls.held_values import Held, held
 from runtime.torch_compat.host_state import dict_version
 
@@ -101,15 +102,30 @@ class HeldAttributes:
             module = holder.module()
             if module is not None:
                 for name in self._changed_in(holder, module):
-                    target = vars(self._copy.get_submodule(holder.path))
-                    if name in vars(module):
-                        target[name] = _brought_over(target.get(name, _ABSENT), vars(module)[name])
-                    else:
-                        target.pop(name, None)
+                    self._bring_over(name, vars(module), vars(self._copy.get_submodule(holder.path)))
         for holder in self._holders_of_copy:
             module = holder.module()
             if module is not None:
                 self._changed_in(holder, module)
+
+    def _bring_over(self, name: str, attributes: dict[str, Any], own: dict[str, Any]) -> None:
+        if name in attributes:
+            brought_over = _BroughtOver(self._counterparts())
+            own[name] = brought_over.of(own.get(name, _ABSENT), attributes[name])
+        else:
+            own.pop(name, None)
+
+    def _counterparts(self) -> dict[int, Any]:
+        """Modules, parameters and buffers of the copy, by the ids of the original's."""
+        pairs = [(holder.module(), self._copy.get_submodule(holder.path)) for holder in self._holders]
+        counterparts: dict[int, Any] = {}
+        for module, own in pairs:
+            if module is not None:
+                weights = tensors_of(own)
+                counterparts |= {id(one): weights.get(name) for name, one in tensors_of(module).items()}
+                counterparts[id(module)] = own
+        counterparts.pop(id(None), None)
+        return counterparts
 
     def _changed_in(self, holder: _Holder, module: nn.Module) -> list[str]:
         version = dict_version(vars(module))
@@ -133,35 +149,52 @@ class HeldAttributes:
     def _held(self, module: nn.Module) -> dict[str, Held]:
         attributes, kind = vars(module), type(module)
         names = sorted(attributes.keys() - _OF_EVERY_MODULE - NOTES_OF_LIBRARIES)
-        found = {
+        contents = {
             name: held(attributes[name], in_objects=True, plain=isinstance(attributes[name], _CONTAINERS))
             for name in names
             if self._is_read(kind, name)
         }
-        return {name: content for name, content in found.items() if content is not None}
+        return {name: content for name, content in contents.items() if content is not None}
 
 
-def _brought_over(own: Any, value: Any) -> Any:
-    """``value`` for a copy that holds ``own``: modules stay its own, containers and objects do."""
-    if own is value or isinstance(own, nn.Module):
+class _BroughtOver:
+    """What the copy of a model holds in the place of what the model does.
+
+    Args:
+        counterparts: modules, parameters and buffers of the copy, by the ids of the model's.
+    """
+
+    def __init__(self, counterparts: Mapping[int, Any]) -> None:
+        self._counterparts = counterparts
+
+    def of(self, own: Any, value: Any) -> Any:
+        """``value`` with the copy's own modules, weights, containers and objects; ``own`` is what the copy has now."""
+        if own is value:
+            return own
+        if id(value) in self._counterparts:
+            return self._counterparts[id(value)]
+        if isinstance(value, set):
+            return set(value)
+        if type(value) in (list, tuple, deque):
+            before = list(own) if type(own) is type(value) else []
+            pairs = itertools.zip_longest(before[: len(value)], value, fillvalue=_ABSENT)
+            return type(value)([self.of(old, entry) for old, entry in pairs])
+        if type(value) in (dict, OrderedDict):
+            table = own if isinstance(own, dict) else {}
+            keys = [self._counterparts.get(id(key), key) for key in value]
+            return type(value)(
+                (key, self.of(table.get(key, _ABSENT), entry)) for key, entry in zip(keys, value.values())
+            )
+        if type(own) is not type(value) or not _is_object(value):
+            return value
+        for name, entry in vars(value).items():
+            vars(own)[name] = self.of(vars(own).get(name, _ABSENT), entry)
         return own
-    if isinstance(value, set):
-        return set(value)
-    if type(value) in (list, tuple, deque):
-        before = list(own) if type(own) is type(value) else []
-        pairs = itertools.zip_longest(before[: len(value)], value, fillvalue=_ABSENT)
-        return type(value)([_brought_over(old, entry) for old, entry in pairs])
-    if type(value) in (dict, OrderedDict):
-        table = own if isinstance(own, dict) else {}
-        return type(value)((key, _brought_over(table.get(key, _ABSENT), entry)) for key, entry in value.items())
-    if type(own) is not type(value) or not _is_object(value):
-        return value
-    for name, entry in vars(value).items():
-        vars(own)[name] = _brought_over(vars(own).get(name, _ABSENT), entry)
-    return own
 
 
 def _is_object(value: Any) -> bool:
     """Whether what a value is lies in its attributes."""
-    is_other = isinstance(value, (torch.Tensor, type, types.FunctionType, types.MethodType, functools.partial, dict))
+    is_other = isinstance(
+        value, (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, functools.partial, dict)
+    )
     return not is_other and isinstance(getattr(value, "__dict__", None), dict)

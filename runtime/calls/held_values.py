@@ -120,7 +120,8 @@ class _Look:
         self.num_entries += len(entries)
         if self.num_entries > MAX_ENTRIES:
             return None
-        return tuple((key, self.inside(entry, depth - 1)) for key, entry in entries)
+        # Tensors and modules may be keys, too, and are not compared or kept alive by this.
+        return tuple((key if type(key) in _ATOMS else id(key), self.inside(entry, depth - 1)) for key, entry in entries)
 
     def _entries(self, value: Any) -> Sequence[tuple[Any, Any]] | None:
         if isinstance(value, functools.partial):

@@ -67,7 +67,7 @@ class Surroundings:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         self.changed: dict[str, Any] = {}
-        self._names = AttributeNames()
+        self._names = _AttributeNames()
         self._first: dict[str, Any] = {}
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         self._classes = tuple(dict.fromkeys(map(type, modules)))
@@ -115,8 +115,8 @@ class Surroundings:
     def _collect(self) -> None:
         functions = list(_functions(self._roots, self._classes))
         self._names = _attribute_names(functions)
-        found = _variables(functions, self._names.written, self._classes)
-        variables = {(id(one.holder), one.name): one for one in found}
+        read = _variables(functions, self._names.written, self._classes)
+        variables = {(id(one.holder), one.name): one for one in read}
         by_holder: dict[int, tuple[Any, list[_Variable]]] = {}
         self._loose: list[_Variable] = []
         for variable in variables.values():
@@ -143,7 +143,7 @@ def in_words(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class AttributeNames:
+class _AttributeNames:
     """Names of attributes in the code of functions.
 
     Attributes:
@@ -156,13 +156,13 @@ class AttributeNames:
     reads_all: bool = True
 
 
-def _attribute_names(functions: Sequence[types.FunctionType]) -> AttributeNames:
+def _attribute_names(functions: Sequence[types.FunctionType]) -> _AttributeNames:
     """Constructors only set attributes of new objects."""
     reads = [reads_of(function.__code__) for function in functions]
     writers = [each for each, of in zip(reads, functions) if of.__name__ not in _CONSTRUCTORS]
     read = frozenset[str]().union(*(each.attributes for each in reads))
     computes = any(("getattr",) in each.globals or ("vars",) in each.globals for each in reads)
-    return AttributeNames(
+    return _AttributeNames(
         read, frozenset[str]().union(*(each.written for each in writers)), computes or "__dict__" in read
     )
 
