@@ -27,7 +27,8 @@ class Linear:
 
     def add(self, other: Linear, factor: float = 1.0) -> Linear:
         """Add ``factor`` times another expression, in place."""
-        self.terms.extend((column, factor * value) for column, value in other.terms)
+        plain = factor == 1.0  # most are, and copying them takes a tenth
+        self.terms.extend(other.terms if plain else [(column, factor * value) for column, value in other.terms])
         self.constant += factor * other.constant
         return self
 
@@ -87,11 +88,15 @@ class StageProgram:
 
     def row(self, expression: Linear, *, lower: float = -math.inf, upper: float = math.inf) -> int:
         """Add lower ≤ expression ≤ upper, each column once, and return its row."""
-        merged: dict[int, float] = {}
-        for column, value in expression.terms:
-            merged[column] = merged.get(column, 0.0) + value
-        terms = [(column, value) for column, value in merged.items() if value]
-        return self.program.row(terms, lower=lower - expression.constant, upper=upper - expression.constant)
+        merged = dict(expression.terms)
+        if len(merged) < len(expression.terms):
+            merged = dict.fromkeys(merged, 0.0)
+            for column, value in expression.terms:
+                merged[column] += value
+        if not all(merged.values()):
+            merged = {column: value for column, value in merged.items() if value}
+        lower, upper = lower - expression.constant, upper - expression.constant
+        return self.program.row_of(merged.keys(), merged.values(), lower=lower, upper=upper)
 
     def minimise(self, expression: Linear, factor: float = 1.0) -> None:
         """Add ``factor`` times an expression to the objective."""

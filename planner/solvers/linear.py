@@ -111,7 +111,7 @@ class LinearProgram:
             coefficients.append(coefficient)
         return self._end_row(lower, upper)
 
-    def row_of(self, columns: Sequence[int], coefficients: Sequence[float], *, lower: float, upper: float) -> int:
+    def row_of(self, columns: Iterable[int], coefficients: Iterable[float], *, lower: float, upper: float) -> int:
         """The same by variables and their coefficients, as many rows are added faster."""
         self.columns.extend(columns)
         self.coefficients.extend(coefficients)

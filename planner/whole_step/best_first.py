@@ -104,7 +104,7 @@ class Search(BoundedSearch):
 
     def _push(self, heap: list[SearchEntry], entries: Iterable[SearchEntry]) -> None:
         for entry in entries:
-            if entry.bound < self._cutoff():
+            if entry.is_worth_trying(self._cutoff()):
                 heapq.heappush(heap, entry)
             else:
                 self.counts["pruned by bound"] += 1
@@ -418,10 +418,10 @@ class Search(BoundedSearch):
         ended = solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff()
         is_stuck = not ended and entry.is_stuck(bound, cutoff=self._cutoff())
         if ended or is_stuck or not self._is_worth_more(bound):  # what is stuck a later search tries once, as hard
-            self.left.append(replace(entry, bound=bound, effort=effort * is_stuck))
+            self.left.append(entry.given_up(bound, effort=effort * is_stuck, cutoff=self._cutoff()))
             self.counts["pruned by bound"] += solved.assignment is None
         else:
-            yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
+            yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort, stuck_at=float("inf"))
 
     def _is_worth_more(self, bound: float) -> bool:
         """Whether a candidate of this bound gets more effort where some did not suffice."""

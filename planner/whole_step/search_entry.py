@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from planner.pipeline_ilp.stage_problem import StageProblem
@@ -13,6 +14,8 @@ from planner.whole_step.costs.level_one import Sharded
 CUT_OFF = (3, 6, 7)
 #: The share of what is missing that twice the effort must raise a bound by.
 STUCK = 0.1
+#: A later search tries what is stuck again if this share of what was missing is missing now, or less.
+AGAIN = 0.5
 
 
 @dataclass(eq=False)
@@ -33,6 +36,8 @@ class SearchEntry:
     #: Least seconds in which the host launches a micro-batch, during which the device computes.
     launched: float = 0.0
     effort: float = 0.0
+    #: What a search had to beat when it got stuck with this effort; infinite where none did.
+    stuck_at: float = math.inf
     #: Whether the candidate's layout says over how many ranks ZeRO divides; before its stages are bounded it need not.
     is_divided: bool = False
     #: Where the entry stands for all candidates of a family.
@@ -46,6 +51,14 @@ class SearchEntry:
     def is_stuck(self, bound: float, *, cutoff: float) -> bool:
         """Whether twice the effort raised the bound to ``bound``, by next to nothing of what ``cutoff`` asks for."""
         return self.effort > 0.0 and bound - self.bound < STUCK * (cutoff - self.bound)
+
+    def given_up(self, bound: float, *, effort: float, cutoff: float) -> SearchEntry:
+        """The entry as a search leaves it that had to beat ``cutoff``: stuck with this effort, or not at all with 0."""
+        return replace(self, bound=bound, effort=effort, stuck_at=cutoff if effort else math.inf)
+
+    def is_worth_trying(self, cutoff: float) -> bool:
+        """Whether it may beat ``cutoff``, and no search got stuck where little more had to be proved."""
+        return self.bound < cutoff and cutoff - self.bound <= AGAIN * (self.stuck_at - self.bound)
 
     def __copy__(self) -> SearchEntry:
         # what ``copy.copy`` does by itself takes five times as long: a search copies ten thousand times
