@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import MeshLayout
 from planner.whole_step.judged_search import JudgedSearch
+from planner.whole_step.result.candidate_fates import CandidateFates
 from planner.whole_step.search_entry import SearchEntry
 from tests.cells import cells
 from tests.test_content_boxes import one_long_run
@@ -117,13 +117,23 @@ def test_a_later_search_tries_what_is_stuck_once_as_hard(monkeypatch: pytest.Mon
     unsolved = StageSolution(None, math.inf, 1.0, NOTHING_FOUND)
     monkeypatch.setattr(best_first, "solve_stages", lambda problem, **options: unsolved)
     search = Search.__new__(Search)
-    vars(search).update(counts=Counter(), demands=Demands(), left=[], solutions=[], diving=False)
+    vars(search).update(fates=CandidateFates(), demands=Demands(), left=[], solutions=[], diving=False)
     vars(search).update(stage_programs=0.0, deadline=math.inf, order=itertools.count())
     candidate = Candidate(MeshLayout(2, 1, 1, 1), local_batch=1, num_microbatches=4, schedule="zbv", chunks_per_rank=2)
     entry: Any = SearchEntry(1.0, 0, candidate, sharded=cast(Any, object()), problem=cast(Any, object()))
     (harder,) = search._solve(entry)
     assert harder.effort == 2 * STAGE_EFFORT and list(search._solve(harder)) == []
-    assert [each.effort for each in search.left] == [harder.effort]
+    (stuck,) = search.left
+    assert stuck.effort == harder.effort
+
+
+def test_what_is_stuck_is_tried_again_where_half_as_much_is_left_to_prove() -> None:
+    candidate = Candidate(MeshLayout(2, 1, 1, 1), local_batch=1, num_microbatches=4, schedule="zbv", chunks_per_rank=2)
+    entry = SearchEntry(1.0, 0, candidate)
+    stuck = entry.given_up(1.01, effort=2.0, cutoff=1.11)
+    assert [stuck.is_worth_trying(cutoff) for cutoff in (1.2, 1.11, 1.07, 1.05, 1.01)] == [False] * 3 + [True, False]
+    done = entry.given_up(1.01, effort=0.0, cutoff=1.11)
+    assert done.is_worth_trying(1.2) and done.is_worth_trying(math.inf) and not done.is_worth_trying(1.0)
 
 
 def test_candidates_of_nearly_one_bound_are_solved_before_one_is_to_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:

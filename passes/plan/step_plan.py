@@ -135,7 +135,8 @@ class StepPlan(ShortRepr):
             optimizer ``CALLERS``, in the parameters' dtypes).
         memory: by pipeline rank; ``memory_limit``: bytes that were allowed, without ``headroom``, the share of a
             device that was left to the allocator, communicators and CUDA graphs.
-        search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
+        search: how many candidates were enumerated, and how many of them were solved, pruned by their bound, out of
+            memory, and so on (each is one of these); how many shardings were searched.
         interval: seconds between which nine of ten measured steps lie, by runs published of such devices or by what
             was measured of the cluster; None where there are none, or the optimizer's time is not predicted.
         memory_interval: bytes between which nine of ten measured peaks of the fullest rank lie, by plans that filled

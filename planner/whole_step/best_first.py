@@ -14,7 +14,6 @@ import copy
 import heapq
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS
 from planner.whole_step.costs.byte_weights import ALL_WEIGHTS, STATE_WEIGHTS
 from planner.whole_step.costs.level_one import LevelOne, Sharded
+from planner.whole_step.result.candidate_fates import CandidateFates, Fate
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, SearchTeller
 from planner.whole_step.search_entry import SearchEntry, redone
@@ -59,7 +59,7 @@ class Search(BoundedSearch):
     ) -> None:
         super().__init__(level_one, cluster, demands)
         self.teller = SearchTeller(progress)
-        self.counts: Counter[str] = Counter()
+        self.fates = CandidateFates()
         self.shortfalls: dict[Candidate, float] = {}
         self.solutions: list[StepSolution] = []
         self.order = itertools.count()
@@ -73,6 +73,7 @@ class Search(BoundedSearch):
         """Take over all that ``other``, for the same demands but for gap and limits, has left of its candidates; prices
         alone if it was of other candidates."""
         self.share_prices(other)
+        self.fates.go_on_from(other.fates)
         if other.demands.left_out != self.demands.left_out or other.demands.fixed != self.demands.fixed:
             return
         self.earlier, self.solutions = [redone(entry) for entry in other.left], list(other.solutions)
@@ -96,18 +97,17 @@ class Search(BoundedSearch):
                 continue
             self._push(heap, self._advance(entry))
             self._tell(heap)
-        self.counts["pruned by bound"] += len(heap)
         self.left += heap
+        self.fates.note_left(self.left, self._cutoff())
         best = self.solutions[0].seconds if self.solutions else float("inf")
         bound = min((entry.bound for entry in self.left), default=float("inf"))
-        return Outcome(self.solutions, min(bound, best), self.status, self.counts, self.shortfalls)
+        return Outcome(self.solutions, min(bound, best), self.status, self.fates.counts, self.shortfalls)
 
     def _push(self, heap: list[SearchEntry], entries: Iterable[SearchEntry]) -> None:
         for entry in entries:
             if entry.is_worth_trying(self._cutoff()):
                 heapq.heappush(heap, entry)
             else:
-                self.counts["pruned by bound"] += 1
                 self.left.append(entry)
 
     def _dive(self, heap: list[SearchEntry]) -> None:
@@ -202,7 +202,7 @@ class Search(BoundedSearch):
                 candidate=str(self.solutions[0].candidate) if self.solutions else "",
                 seconds=best,
                 bound=min(heap[0].bound, best) if heap else best,
-                solved=self.counts["solved"],
+                solved=self.fates.num_solved,
                 left=sum(entry.bound < best for entry in heap),
                 num_devices=self.cluster.num_devices,
             ),
@@ -238,7 +238,7 @@ class Search(BoundedSearch):
     def _members(self, family: Family) -> Iterator[SearchEntry]:
         """An entry for each candidate of a family that may fit in memory; what all have in common is asked for once."""
         members = list(family)
-        self.counts["enumerated"] += len(members)
+        self.fates.note(Fate.ENUMERATED, members)
         if not members or not self._are_possible(members):
             return
         whole, copied, launched, is_sent = self.bounds.whole(members[0].cut), 0.0, 0.0, False
@@ -257,7 +257,7 @@ class Search(BoundedSearch):
     def _are_possible(self, members: list[Candidate]) -> bool:
         """Whether the cut of a family's members divides the model and its least bytes fit."""
         if self.bounds.whole(members[0].cut) == float("inf"):
-            self.counts["cannot be divided"] += len(members)
+            self.fates.note(Fate.UNDIVIDED, members)
             return False
         missing = self.bounds.memory(members[0]) - self.memory
         if missing > 0:
@@ -267,7 +267,7 @@ class Search(BoundedSearch):
 
     def _lacks(self, candidate: Candidate, missing: float) -> None:
         """Record a lower bound of the memory shortfall of ``candidate``, in bytes."""
-        self.counts["out of memory"] += 1
+        self.fates.note(Fate.OUT_OF_MEMORY, [candidate])
         self.shortfalls[candidate] = max(missing, self.shortfalls.get(candidate, 0.0))
 
     def _advance(self, entry: SearchEntry) -> Iterable[SearchEntry]:
@@ -321,7 +321,7 @@ class Search(BoundedSearch):
             return
         least = self.bounds.by_axis(entry.candidate.cut, self._enough(entry, self._cutoff()))
         if least == float("inf"):
-            self.counts["cannot be divided"] += 1
+            self.fates.note_entry(Fate.UNDIVIDED, entry)
             return
         yield self._next(entry, self._bound(entry, least))
 
@@ -335,7 +335,7 @@ class Search(BoundedSearch):
             links = self.links_on(candidate.layout)
             least = self.level_one.least_of_operators(candidate.cut, candidate.layout, links)
             if least == float("inf"):
-                self.counts["cannot be divided"] += 1
+                self.fates.note_entry(Fate.UNDIVIDED, entry)
                 return
             bound = self._bound(entry, least)
         yield self._next(entry, bound)
@@ -348,7 +348,7 @@ class Search(BoundedSearch):
             return
         sharded = self.sharded(candidate, entry.weight)
         if sharded is None:
-            self.counts["cannot be divided"] += 1
+            self.fates.note_entry(Fate.UNDIVIDED, entry)
             return
         elsewhere = self.level_one.may_be_better_elsewhere(candidate.cut)
         if candidate.layout.order == ORDERS[0] and not entry.weight and not elsewhere:
@@ -388,13 +388,12 @@ class Search(BoundedSearch):
         assert entry.problem is not None
         bound = bound_within_memory(entry.problem, cutoff=self._cutoff(), proofs=entry.proofs)
         if bound == float("inf"):
-            self.counts["out of memory"] += 1
+            self.fates.note_entry(Fate.OUT_OF_MEMORY, entry)
             return
         yield self._next(entry, bound)
 
     def _solve(self, entry: SearchEntry) -> Iterable[SearchEntry]:
         assert entry.sharded is not None and entry.problem is not None
-        self.counts["solved"] += not entry.effort
         gap = self.demands.gap / 2
         cutoff, gap_to_cutoff = self._stage_cutoff(gap)
         effort = entry.effort or (DIVE_EFFORT if self.diving else STAGE_EFFORT)
@@ -410,8 +409,9 @@ class Search(BoundedSearch):
             solver=self.demands.solver,
         )
         if solved is None:
-            self.counts["out of memory"] += 1
+            self.fates.note_entry(Fate.OUT_OF_MEMORY, entry)
             return
+        self.fates.note_entry(Fate.SOLVED, entry)
         if solved.assignment is not None:
             self._add(StepSolution(entry.candidate, entry.sharded, entry.problem, solved))
         bound = max(entry.bound, solved.bound)
@@ -419,7 +419,6 @@ class Search(BoundedSearch):
         is_stuck = not ended and entry.is_stuck(bound, cutoff=self._cutoff())
         if ended or is_stuck or not self._is_worth_more(bound):  # what is stuck a later search tries once, as hard
             self.left.append(entry.given_up(bound, effort=effort * is_stuck, cutoff=self._cutoff()))
-            self.counts["pruned by bound"] += solved.assignment is None
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort, stuck_at=float("inf"))
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from cost_models.schedules import SCHEDULES
@@ -71,12 +70,12 @@ class JudgedSearch(CappedSearch):
         proved counts here. Of what a limit kept it from nothing is left out."""
         is_whole = searched.status == OPTIMAL
         waiting = {
-            undivided(entry.candidate)
+            entry.candidate.undivided
             for entry in searched.left
             if not is_whole and (entry.candidate, entry.weight) not in searched.tried
         }
         for entry in searched.left:
-            candidate = undivided(entry.candidate)
+            candidate = entry.candidate.undivided
             if entry.family is None and candidate not in waiting:
                 self.left.append(entry)
                 self.finished.add(candidate)
@@ -128,11 +127,6 @@ class JudgedSearch(CappedSearch):
             if least < best.report.seconds and fits_on_host(self, version):
                 best = min(best, judge(version), key=lambda each: each.report.seconds)
         return best
-
-
-def undivided(candidate: Candidate) -> Candidate:
-    """A candidate before it is said over how many data ranks ZeRO divides."""
-    return replace(candidate, layout=replace(candidate.layout, zero_ranks=0))
 
 
 def left_out_schedules(search: Search) -> Demands | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cost_models import Cluster
@@ -62,6 +62,11 @@ class Candidate:
     @property
     def num_chunks(self) -> int:
         return self.layout.pipeline * self.chunks_per_rank
+
+    @property
+    def undivided(self) -> Candidate:
+        """The same before it is said over how many data ranks ZeRO divides."""
+        return replace(self, layout=replace(self.layout, zero_ranks=0)) if self.layout.zero_ranks else self
 
     def value_of(self, name: str) -> Any:
         """The candidate's value of one of the choices in ``demands.CHOICES`` (those that it decides)."""

@@ -378,7 +378,7 @@ def _with_cuts(search: CappedSearch, cuts: Cutter) -> Outcome:
         else:
             best_solutions.add(solution)
     best = best_solutions.solutions[0].seconds if best_solutions.solutions else float("inf")
-    return Outcome(best_solutions.solutions, best, "enumerated", search.counts, lacks)
+    return Outcome(best_solutions.solutions, best, "enumerated", search.fates.counts, lacks)
 
 
 def _all_candidates(search: Search) -> Iterator[Candidate]:
