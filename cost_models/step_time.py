@@ -35,10 +35,10 @@ up, the pipeline takes no less than the longest path through the schedule's orde
 longer where chunks are uneven; of the first M = 3p micro-batches, of V-Half all. On equal chunks these are the
 published bubbles: (p−1)·t for GPipe (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v
 for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F +
-I − W) for ZB-H1 (Qi et al. 2023; exact where W is at most F and I, else (p−1)·max(F, I)), and (p−1)·(F + I − 2W) for
-ZB-H2. That is without the wait of all ranks for the norm: rank r starts r forwards late, so that ZB-H2 takes
-(p−1)·max(F, F + I − 2W) (exact from 2p − 1 micro-batches on where W ≤ F or I ≤ 2F). So where nothing is recomputed it
-gains I − W on ZB-H1, for twice the memory.
+I − W) for ZB-H1 (Qi et al. 2023; where W is longer than F or I it takes (p−1)·max(F, I), which are its other fills),
+and (p−1)·(F + I − 2W) for ZB-H2. That is without the wait of all ranks for the norm: rank r starts r forwards late, so
+that ZB-H2 takes (p−1)·max(F, F + I − 2W) (exact from 2p − 1 micro-batches on where W ≤ F or I ≤ 2F). So where nothing
+is recomputed it gains I − W on ZB-H1, for twice the memory.
 
 ZBV (Qi et al. 2024) has no bubble inside a rank where F = I = W, but rank r starts r forwards late, and the optimizer
 waits for all ranks: playing equal chunks of PyTorch's order gives (p−1)·max(I, W, 2F − I, 2(I − W)), F and I those of

@@ -15,7 +15,7 @@ from planner.whole_step.result.plan_of_solution import Judged, judge
 from planner.whole_step.result.uniform_plans import versions
 
 #: How many solutions are simulated at most beside the requested ones, and how much slower than the best they may be by
-#: the closed form; those that are not chosen are the plan's runners-up.
+#: the closed form, or than what that takes in the simulator; those that are not chosen are the plan's runners-up.
 JUDGED, NEAR = 8, 0.05
 #: Runners-up that a plan has at least, however much slower, if so many were solved.
 CLOSEST = 3
@@ -32,8 +32,11 @@ def judged_best(
 ) -> tuple[Judged, list[Judged]]:
     """Simulate the solutions: the fastest, or an expert's if that is faster, and the others."""
     num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
-    near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
-    judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
+    judged = [judge(solution) for solution in outcome.solutions[:num_plans]]
+    for solution in outcome.solutions[num_plans:JUDGED]:
+        quickest = min(each.report.seconds for each in judged)
+        if solution.seconds <= max(quickest, fastest * (1.0 + NEAR)):
+            judged.append(judge(solution))
     plain = list(judged)
     for solved in judged:
         for each in versions(solved.solution, demands):
