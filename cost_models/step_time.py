@@ -59,6 +59,16 @@ reductions of the layers before it, and the last micro-batch is held up on every
     window_r = Σ_{k on r} (b_k + wait_k) + Σ_{r' < r} Σ_{k on r'} (b_k + wait_k) / v        wait_k = Σ wait of chunk k
     tail = max(reduce_step of the model's first layer, Σ_k wait_k + max(0, max_r (C_r − window_r), late))
 
+Interleaved 1F1B does a rank's chunk for the P micro-batches of a round before it turns to the one before it in the
+model: reductions hide behind all of these, and what waits holds up no other rank. With c_k what chunk k communicates
+in its last backward, g_k of it in every one, and d_r the last backward, its wait included, of the chunk that rank r
+does last, the model's first on it,
+
+    left_k = Σ_{i on r, i ≤ k} (c_i − b_i − wait_i) − (P − 1) · Σ_{i on r, i < k} (b_i − g_i) − Σ_{r' < r} d_r'
+    tail = max(reduce_step of the model's first layer, max_r (Σ_{k on r} wait_k + max(0, max_{k on r} left_k)))
+
+Equal chunks never play quicker, and those that gather nothing at most one layer's backward slower.
+
 A layer's reductions follow its compute, so that those of the model's first layers, the last of a backward, cannot hide
 behind the layers before. Where one chunk is the whole model, let layer i communicate c_i (ρ_i of it reductions) and
 take d_i = b_i + wait_i (a_i of it computing). In any row u of like layers but the last,
@@ -85,8 +95,7 @@ before. These are what the orders play to on equal chunks, or less than that: th
 percent below the simulation, and up to 4% above it, where reductions take several times what a chunk computes.
 
 Then the optimizer, once every gradient is there (their norm is clipped over all ranks): max_r Σ (update_step +
-gather_step). Interleaved schedules hide more than their window, since a chunk's last backward is a round of
-micro-batches before the next chunk's. All terms are linear, or maxima of linear terms, in the seconds of the layers.
+gather_step). All terms are linear, or maxima of linear terms, in the seconds of the layers.
 
 How near this is to the simulation where nothing overlaps: equal on equal chunks, and on all under GPipe; without rounds
 within 2% where the slowest chunk is a tenth slower than the quickest and there are 8 micro-batches a rank, or twice as
@@ -114,6 +123,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cost_models.order_path import Counts, OrderPath, longest_path, played_microbatches
+from cost_models.schedule_orders import microbatches_per_round
 from cost_models.schedules import in_flight_peaks, rank_of_chunk, schedule_named
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 
@@ -325,22 +335,40 @@ def _along(path: Counts, times: list[_ChunkSeconds]) -> float:
 
 
 def _tail_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
-    if schedule_named(step.schedule).ends_in_weights:
+    schedule = schedule_named(step.schedule)
+    if schedule.ends_in_weights:
         return _tail_of_weights(step, times, ranks)
     chunks_per_rank = len(step.chunks) // step.num_ranks
-    whole = not schedule_named(step.schedule).splits_backward
-    exposed, finished_before, waits = 0.0, 0.0, list[float]()
-    for own_chunks in ranks:
-        backward = sum(times[k].backward for k in own_chunks)
-        communication = sum(layer_sum(step.chunks[k], "last_communication") for k in own_chunks)
-        waits.append(sum(layer_sum(step.chunks[k], "last_wait") for k in own_chunks) if whole else 0.0)
-        last_backward = backward + waits[-1]
-        exposed = max(exposed, communication - last_backward - finished_before)
-        finished_before += last_backward / chunks_per_rank
-    if len(step.chunks) == 1 and whole:
-        exposed = max([exposed, *_late(step.chunks[0])])
+    waits = [0.0 if schedule.splits_backward else layer_sum(chunk, "last_wait") for chunk in step.chunks]
+    last = [t.backward + wait for t, wait in zip(times, waits, strict=True)]
     first = step.chunks[0].layers[0][0].reduce_step if step.chunks[0].layers else 0.0
+    if schedule.divided and chunks_per_rank > 1 and step.num_ranks > 1:
+        return max(first, *_tails_by_rounds(step, times, ranks, waits, last))
+    exposed, finished_before = 0.0, 0.0
+    for own_chunks in ranks:
+        backward = sum(last[k] for k in own_chunks)
+        communication = sum(layer_sum(step.chunks[k], "last_communication") for k in own_chunks)
+        exposed = max(exposed, communication - backward - finished_before)
+        finished_before += backward / chunks_per_rank
+    if len(step.chunks) == 1 and not schedule.splits_backward:
+        exposed = max([exposed, *_late(step.chunks[0])])
     return max(first, sum(waits) + exposed)
+
+
+def _tails_by_rounds(
+    step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]], waits: list[float], last: list[float]
+) -> Iterator[float]:
+    """The tail of each rank whose chunks are done in rounds, the model's first one last."""
+    others = microbatches_per_round(step.num_ranks, step.num_microbatches) - 1
+    finished_before = 0.0
+    for own_chunks in ranks:
+        left, hidden, exposed = 0.0, finished_before, 0.0
+        for k in own_chunks:
+            left += layer_sum(step.chunks[k], "last_communication") - last[k]
+            exposed = max(exposed, left - hidden)
+            hidden += others * (times[k].backward - layer_sum(step.chunks[k], "gather_backward", "reduce_backward"))
+        yield sum(waits[k] for k in own_chunks) + exposed
+        finished_before += last[own_chunks[0]]
 
 
 def _late(chunk: ChunkCosts) -> Iterator[float]:

@@ -40,7 +40,20 @@ EXACT = 1e-12
 #: Assignments in one array at most.
 BLOCK = 1 << 21
 #: What is summed over the layers of a chunk, as columns.
-SUMS = ("forward", "backward", "weight", "reduce", "wait", "update", "state", "saved", "reductions", "ahead", "behind")
+SUMS = (
+    "forward",
+    "backward",
+    "weight",
+    "reduce",
+    "wait",
+    "update",
+    "state",
+    "saved",
+    "reductions",
+    "ahead",
+    "behind",
+    "each_time",
+)
 
 
 @dataclass(frozen=True)
@@ -263,6 +276,7 @@ def _sums(costs: LayerCosts, *, split: bool) -> tuple[float, ...]:
         costs.reduce_backward + costs.reduce_step,
         max(0.0, backward - 2 * weight),
         max(0.0, 3 * weight - backward),
+        costs.gather_backward + costs.reduce_backward,
     )
 
 
@@ -284,6 +298,32 @@ SLACKS = {
     "v_half": ("ahead", "ahead"),
     "dualpipev": ("ahead", "ahead"),
 }
+
+
+def _behind_backward(figures: Sequence[Mapping[str, Any]], mine: list[list[int]], *, whole: bool) -> Any:
+    """What waits, and what outlasts each rank's last backward passes and those of the ranks before it."""
+    exposed: Any = 0.0
+    before: Any = 0.0
+    for chunks in mine:
+        last = sum(figures[chunk]["backward"] + whole * figures[chunk]["wait"] for chunk in chunks)
+        exposed = numpy.maximum(exposed, sum(figures[chunk]["reduce"] for chunk in chunks) - last - before)
+        before = before + last / len(chunks)
+    return exposed + sum(whole * each["wait"] for each in figures)
+
+
+def _behind_rounds(figures: Sequence[Mapping[str, Any]], mine: list[list[int]], *, microbatches: int) -> Any:
+    """The same where each chunk runs for so many micro-batches before the next, and the model's first chunks last."""
+    tail: Any = 0.0
+    before: Any = 0.0
+    for chunks in mine:
+        waits = sum(figures[chunk]["wait"] for chunk in chunks)
+        for last, _ in enumerate(chunks, start=1):  # what the last chunks of the rank leave
+            sent = sum(figures[chunk]["reduce"] - figures[chunk]["wait"] for chunk in chunks[:last])
+            once = sum(figures[chunk]["backward"] for chunk in chunks[:last])
+            free = sum(figures[chunk]["backward"] - figures[chunk]["each_time"] for chunk in chunks[: last - 1])
+            tail = numpy.maximum(tail, waits + numpy.maximum(0.0, sent - once - (microbatches - 1) * free - before))
+        before = before + figures[chunks[0]]["backward"] + figures[chunks[0]]["wait"]
+    return tail
 
 
 def _behind_weights(
@@ -362,21 +402,16 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
     else:
         rounds = [times[round_ * p : (round_ + 1) * p] for round_ in range(per_rank)]
         pipeline = m * longest + _most([sum(together) - _most(together) for together in rounds])
-    exposed: Any = 0.0
-    before: Any = 0.0
-    waits: Any = 0.0 if schedule.splits_backward else sum(each["wait"] for each in figures)
-    for chunks in mine if not schedule.ends_in_weights else ():
-        backward = sum(figures[chunk]["backward"] for chunk in chunks)
-        held_up = 0.0 if schedule.splits_backward else sum(figures[chunk]["wait"] for chunk in chunks)
-        communication = sum(figures[chunk]["reduce"] for chunk in chunks)
-        exposed = numpy.maximum(exposed, communication - held_up - backward - before)
-        before = before + (backward + held_up) / per_rank
-    if schedule.ends_in_weights:
-        exposed = _behind_weights(figures, mine, *SLACKS[problem.schedule])
     opening, reductions = (spread(each, 0) for each in ways[0].first.T)
+    if schedule.ends_in_weights:
+        left = _behind_weights(figures, mine, *SLACKS[problem.schedule])
+    elif schedule.divided and per_rank > 1:
+        left = _behind_rounds(figures, mine, microbatches=m // (m // p))
+    else:
+        left = _behind_backward(figures, mine, whole=not schedule.splits_backward)
     if num_chunks == 1 and not schedule.splits_backward:
-        exposed = _most([exposed, reductions, late(problem, ways[0])])
-    tail = numpy.maximum(opening, waits + exposed)
+        left = _most([left, figures[0]["wait"] + _most([reductions, late(problem, ways[0])])])
+    tail = numpy.maximum(opening, left)
     update = _most([sum(figures[chunk]["update"] for chunk in chunks) for chunks in mine])
     shape = tuple(map(len, ways))
     fit: Any = numpy.full((1,) * num_chunks, True)

@@ -311,7 +311,35 @@ def test_later_ranks_have_the_earlier_ranks_drain_to_reduce_in() -> None:
     quiet, reducing = (LayerCosts(forward=1.0, backward=2.0, reduce_step=seconds) for seconds in (0.0, 5.0))
     chunks = tuple(ChunkCosts(layers=((layer, 1),)) for layer in (quiet, reducing, quiet, reducing))
     step = PipelineStep(schedule="interleaved_1f1b", num_microbatches=4, num_ranks=2, chunks=chunks)
-    assert step_seconds(step).tail == 2 * 5.0 - 2 * 2.0 - 2 * 2.0 / 2  # its last backward, one chunk of rank 0's
+    # the rank's last backwards, another micro-batch of the chunk that it does last, one chunk of rank 0's
+    assert step_seconds(step).tail == 2 * 5.0 - 2 * 2.0 - 2.0 - 2.0
+    assert simulate(step).seconds == step_seconds(step).total + 2.0  # the last chunk's own layer
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([2, 4]),
+    st.sampled_from([2, 3]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.floats(0.0, 20.0),
+    st.sampled_from([0.0, 0.2, 0.5]),
+)
+def test_tail_of_rounds_is_within_one_layers_backward_of_the_simulation(
+    num_ranks: int, chunks_per_rank: int, rounds: int, layers: int, reduce_step: float, gather: float
+) -> None:
+    gathers = {"gather_forward": gather, "gather_backward": gather}
+    chunk = ChunkCosts(layers=((LayerCosts(forward=1.0, backward=2.0, reduce_step=reduce_step, **gathers), layers),))
+    step = PipelineStep(
+        schedule="interleaved_1f1b",
+        num_microbatches=rounds * num_ranks,
+        num_ranks=num_ranks,
+        chunks=(chunk,) * (num_ranks * chunks_per_rank),
+    )
+    beyond = simulate(step).seconds - step_seconds(step).total
+    assert beyond >= -1e-6
+    if not gather:
+        assert beyond <= 2.0 + 1e-6  # one layer's backward
 
 
 @settings(deadline=None, max_examples=60)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cost_models.schedule_orders import microbatches_per_round
 from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.crossings import received_by_all
 from planner.pipeline_ilp.stage_problem import REDUCTIONS, SENT, WAITS, StageProblem
@@ -133,7 +134,9 @@ def _weightings(
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
     for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for the first layer's reduction, for what the last backward
     ``waits``, or, where more is sent than a backward pass hides (``sends``), for that and the mean over ranks of what
-    is not hidden, in which each second of the last backward hides at most 1/p + (p-1)/(p·v). Where chunks end in
+    is not hidden, in which each second of the last backward hides at most 1/p + (p-1)/(p·v). Where chunks are done in
+    rounds of P micro-batches, ranks wait for themselves alone, and a second of backward hides at most P/p, and in a
+    rank's first chunk (p-1)/p more, as one of waiting does. Where chunks end in
     gradients of weights, a second of these hides 1/p, one of slack at most (p-1)/(p·v), and behind the model's last
     chunk, where the first rank has it, one of backward 1/(p·v) more.
     """
@@ -151,11 +154,16 @@ def _weightings(
     #: Seconds that one of backward, W and slack hides, of communication, of waiting.
     tails: list[tuple[float, float, float, float, float]] = [(0.0, 0.0, 0.0, 0.0, 0.0)]
     behind = (p - 1) / (p * v)
+    by_rounds = schedule.divided and v > 1 and p > 1
     if waits:
-        tails.append((0.0, 0.0, 0.0, 0.0, 1.0))
+        tails.append((0.0, 0.0, 0.0, 0.0, 1 / p if by_rounds else 1.0))
     if sends and schedule.ends_in_weights:
         drained = 1 / (p * v) if p > 1 and v > 1 and schedule.placement == "vee" else 0.0
         tails.append((drained, 1 / p, behind, 1 / p, 0.0))
+    elif sends and by_rounds:
+        first_chunk = (p - 1) / p
+        hidden = microbatches_per_round(p, num_microbatches) / p + first_chunk
+        tails.append((hidden, 0.0, 0.0, 1 / p, -first_chunk))
     elif sends:
         tails.append((1 / p + behind, 0.0, 0.0, 1 / p, 1.0 - 1 / p - behind))
     bases, weights, first = [], [], []

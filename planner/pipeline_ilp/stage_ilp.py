@@ -42,6 +42,10 @@ Program::
     T ≥ Σ_k x[k] + Σ_{r(k)=r} Σ (gather_backward + reduce_backward + reduce_step)·n
           - Σ_{r(k)=r} (b[k] + x[k]) - Σ_{r(k)<r} (b[k] + x[k])/v            every rank r                  (tail)
     T ≥ Σ_k x[k],   x[k] = Σ wait·n
+        interleaved 1F1B, in rounds of P micro-batches:
+                    T ≥ Σ_{r(k)=r} x[k],   T ≥ Σ_{r(k)=r} x[k] + Σ_{j≤k, r(j)=r} (c[j] - b[j] - x[j])     every r, k
+                          - (P-1)·Σ_{j<k, r(j)=r} (b[j] - g[j]) - Σ_{j<p, r(j)<r} (b[j] + x[j])
+            g[k] = Σ (gather_backward + reduce_backward)·n,   c[k] = g[k] + Σ reduce_step·n
         weights last:  T ≥ e[k] - Σ_{r<r(k)} s[r],   e[k] = Σ (reduce_backward + reduce_step - W)·n     every k < p
                        T ≥ Σ_{r(k)=r} e[k] - Σ_{0<r'<p-1, r'≠r} s'[r'] - d[r]         every r, two chunks a rank
             s[r] = Σ_{r(k)=r} Σ (0 ∨ σI·(backward - W) + σW·W)·n/v,   d[0] = Σ_{r(k)>0} b[k]/v, else 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from cost_models.schedule_orders import microbatches_per_round
 from cost_models.schedules import SCHEDULES
-from planner.pipeline_ilp.stage_program import Linear, Move, StageProgram, chunks_of
+from planner.pipeline_ilp.stage_program import Linear, Move, StageProgram, chunks_of, in_rounds
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
@@ -19,6 +20,19 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
         add_tail_of_weights(stage, backward, tail)
         return
     whole = float(not SCHEDULES[problem.schedule].splits_backward)
+    if in_rounds(problem):
+        add_tail_by_rounds(stage, backward, tail)
+    else:
+        add_tail_of_all(stage, backward, tail, whole=whole)
+    stage.at_least(tail, _of_first(stage, "reduce_step"))
+    waits = Linear().add(stage.seconds(range(problem.num_chunks), "last_wait"), whole)
+    for late in _late(stage) if problem.may_be_late else ():
+        stage.at_least(tail, late.add(waits))
+
+
+def add_tail_of_all(stage: StageProgram, backward: Sequence[Linear], tail: int, *, whole: float) -> None:
+    """(tail) of what each rank's last backward passes, and the ranks before it, leave."""
+    problem = stage.problem
     waits = Linear().add(stage.seconds(range(problem.num_chunks), "last_wait"), whole)
     if any(factor for _, factor in waits.terms):
         stage.at_least(tail, waits)
@@ -27,14 +41,36 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
         last_backward = Linear().add(stage.seconds(chunks, "last_wait"), whole)
         for chunk in chunks:
             last_backward.add(backward[chunk])
-        costs = [move.option.costs for chunk in chunks for move in stage.moves[chunk]]
-        if any(figures.last_communication - whole * figures.last_wait > figures.backward for figures in costs):
+        if _may_outlast(stage, chunks, whole=whole):
             communication = stage.seconds(chunks, "last_communication").add(waits)
             stage.at_least(tail, communication.add(last_backward, -1.0).add(before, -1.0))
         before.add(last_backward, problem.num_ranks / problem.num_chunks)
-    stage.at_least(tail, _of_first(stage, "reduce_step"))
-    for late in _late(stage) if problem.may_be_late else ():
-        stage.at_least(tail, late.add(waits))
+
+
+def add_tail_by_rounds(stage: StageProgram, backward: Sequence[Linear], tail: int) -> None:
+    """(tail) where a rank's chunk runs for a round of micro-batches before the next, the model's first one last."""
+    problem = stage.problem
+    others = float(microbatches_per_round(problem.num_ranks, problem.num_microbatches) - 1)
+    before = Linear()
+    for chunks in chunks_of(problem):
+        waits = stage.seconds(chunks, "last_wait")
+        if any(factor for _, factor in waits.terms):
+            stage.at_least(tail, waits)
+        left = Linear().add(waits).add(before, -1.0)
+        for chunk in chunks:
+            wait = stage.seconds([chunk], "last_wait")
+            left.add(stage.seconds([chunk], "last_communication")).add(backward[chunk], -1.0).add(wait, -1.0)
+            if _may_outlast(stage, [chunk], whole=1.0):
+                stage.at_least(tail, left)
+            each_time = stage.seconds([chunk], "gather_backward", "reduce_backward")
+            left.add(backward[chunk], -others).add(each_time, others)
+        before.add(backward[chunks[0]]).add(stage.seconds(chunks[:1], "last_wait"))
+
+
+def _may_outlast(stage: StageProgram, chunks: Sequence[int], *, whole: float) -> bool:
+    """Whether any choice communicates longer than its last backward takes."""
+    costs = [move.option.costs for chunk in chunks for move in stage.moves[chunk]]
+    return any(figures.last_communication - whole * figures.last_wait > figures.backward for figures in costs)
 
 
 def add_tail_of_weights(stage: StageProgram, backward: Sequence[Linear], tail: int) -> None:

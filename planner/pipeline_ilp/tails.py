@@ -8,8 +8,10 @@ that prolongs the step least, until nothing is exposed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
+from cost_models.schedule_orders import microbatches_per_round
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
@@ -39,10 +41,27 @@ def _exposed(problem: StageProblem, counts: _Counts) -> list[float]:
             left = (_sum(problem, counts[chunk], "reductions", "backward_weight") for chunk in chunks)
             exposed.append(max(itertools.accumulate(left)))
             continue
+        if in_rounds(problem):
+            exposed.append(_left_by_rounds(problem, [counts[chunk] for chunk in chunks]) - before)
+            before += _sum(problem, counts[chunks[0]], "backward")
+            continue
         backward = sum(_sum(problem, counts[chunk], "backward") for chunk in chunks)
         exposed.append(sum(_sum(problem, counts[chunk], "last_communication") for chunk in chunks) - backward - before)
         before += backward / len(chunks)
     return exposed
+
+
+def _left_by_rounds(problem: StageProblem, groups: _Counts) -> float:
+    """What a rank's chunks leave to reduce, each of which runs for a round of micro-batches; the first one last."""
+    others = microbatches_per_round(problem.num_ranks, problem.num_microbatches) - 1
+    left, most = 0.0, -math.inf
+    for chunk in groups:
+        backward = _sum(problem, chunk, "backward")
+        left += _sum(problem, chunk, "last_communication") - backward
+        most = max(most, left)
+        each_time = _sum(problem, chunk, "gather_backward") + _sum(problem, chunk, "reduce_backward")
+        left -= others * (backward - each_time)
+    return most
 
 
 def _relieve(problem: StageProblem, counts: _Counts, rank: int) -> bool:
