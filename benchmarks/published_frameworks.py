@@ -96,7 +96,7 @@ class Framework:
     flat_buffer_bytes: tuple[float, float] = (0.0, 0.0)
 
     def on_cluster(self, cluster: Cluster) -> Cluster:
-        """``cluster`` as the framework's kernels run on it."""
+        """``cluster`` as the framework's kernels run on it; what is copied beside collectives is ``copies_shards``."""
         groups = tuple(DeviceGroup(self._on_device(group.device), group.count) for group in cluster.groups)
         return dataclasses.replace(cluster, groups=groups)
 
@@ -254,8 +254,16 @@ def _reduced_once(costs: LayerCosts, step: StepPlan, state_bytes: int) -> LayerC
     )
 
 
+class _NoTraffic(Efficiency):
+    """Of copies that are not there."""
+
+    def busy_bytes(self, num_bytes: float) -> float:
+        return 0.0
+
+
 def _slower(device: Device, slowdowns: Mapping[str, float]) -> Device:
     table = {kind: _slower_kind(row, slowdowns.get(kind, 1.0)) for kind, row in device.efficiency.items()}
+    table["exchange_copy"] = _NoTraffic()
     return dataclasses.replace(device, efficiency=table)
 
 

@@ -9,6 +9,8 @@ C = 2 (query, key and value; gate and up), E = 3, R = 2. Of one layer and micro-
                            behind the scatters that ``ColwiseParallel(input_layouts=Shard(1))`` makes of each)
 
 Every tensor that is gathered or scattered along a dim that is not the first is copied once more (chunks concatenated).
+Prices of plans have that, too (``passes.ir.conversions.Step.copied_bytes``), but not of published runs: Megatron-LM's
+activations are [sequence, batch, width], and nothing is copied.
 Counts of torch 2.11: the graphs of ``torch.compile`` have 6 gathers, 8 scatters and 14 concatenations for a layer, as
 equal gathers are merged; eager programs gather for each product, 12 times.
 """

@@ -37,6 +37,8 @@ KIND_STAND_IN: dict[str, str | None] = {
     "optimizer": "elementwise",
     # many tensors of a model at once, into or out of a flat buffer
     "list_copy": "copy",
+    # what a collective takes or brings, laid out along a dim that is not the first
+    "exchange_copy": "copy",
 }
 
 #: Kinds of which the shape, as a matmul's, decides how well tiles fill the device.

@@ -75,10 +75,10 @@ class _PiecePrices:
     def __init__(self, cost_model: CostModel) -> None:
         self.cost_model = cost_model
 
-    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float:
-        return self.cost_model.compute_seconds(flops=flops, num_bytes=num_bytes, dtype=dtype)
+    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str, kind: str | None = None) -> float:
+        return self.cost_model.compute_seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
         if axis == BATCH_AXIS:
-            return num_bytes / self.cost_model.device.memory_bandwidth
+            return self.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="copy")
         return self.cost_model.collective_seconds(collective, num_bytes=num_bytes, axis=axis)

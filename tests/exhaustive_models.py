@@ -100,9 +100,11 @@ def two_boxes() -> Cluster:
     return Cluster.from_dict({"name": "two boxes", "device": device, "levels": [inside, between]})
 
 
+#: Of these "copying" copies slower than it sends, also beside collectives.
 CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
     "eight": lambda: slow_devices(8),
     "boxes": two_boxes,
+    "copying": lambda: Cluster.uniform(8, flops=1e9, memory_bandwidth=1e9, latency=0.0, bandwidth=1e10),
 }
 
 

@@ -67,10 +67,11 @@ def counted(dtype: str, *, zero: int, num_microbatches: int, world_size: int) ->
     )
     # The inputs have no gradient, for which alone the first layer's weight would be gathered again.
     each_time -= layers[0][1].unpack_backward
-    updates = sum(count * costs.update_step for costs, _, count in layers) * cluster.device.memory_bandwidth
+    second_per_byte = cluster.device.seconds(flops=0.0, num_bytes=1.0, dtype="float32", kind="list_copy")
+    updates = sum(count * costs.update_step for costs, _, count in layers) / second_per_byte
     elements = sum(parameter.numel() for parameter in model.parameters())
     casts = updates - UPDATE_BYTES * elements / (world_size if zero else 1)
-    priced = num_microbatches * each_time * cluster.device.memory_bandwidth + casts
+    priced = num_microbatches * each_time / second_per_byte + casts
     return {"made": passes.total, "priced": priced}
 
 

@@ -25,9 +25,10 @@ class UnitCosts:
     axes: Mapping[str, int]
     latency: float = 1.0
     second_per_flop: float = 0.0
+    second_per_byte: float = 0.0
 
-    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float:
-        return self.second_per_flop * flops
+    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str, kind: str | None = None) -> float:
+        return self.second_per_flop * flops + self.second_per_byte * num_bytes
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
         return collective_seconds(

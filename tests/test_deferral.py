@@ -77,7 +77,7 @@ def test_one_collective_for_each_unit_is_planned() -> None:
 @pytest.mark.parametrize("latency", [0.0, 1e-3])
 def test_shares_of_a_bundle_add_up_to_one_collective(latency: float) -> None:
     class Costs:
-        def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float:
+        def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str, kind: str | None = None) -> float:
             return 0.0
 
         def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:

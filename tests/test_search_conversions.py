@@ -81,8 +81,8 @@ TWO_AXES = tuple(itertools.product(("x=2,y=2", "x=4,y=2"), (False, True)))
 def test_ways_are_as_cheap_as_any(sizes: str, requires_grad: bool) -> None:
     mesh = MeshShape.parse(sizes)
     draw = random.Random(0)
-    for latency in (1.0, 1e4):
-        pricing = Pricing(UnitCosts(mesh.as_dict(), latency), mesh)
+    for latency, second_per_byte in ((1.0, 0.0), (1e4, 0.3), (1.0, 10.0)):
+        pricing = Pricing(UnitCosts(mesh.as_dict(), latency, second_per_byte=second_per_byte), mesh)
         lattices = Lattices(pricing)
         value = Value("value", (16, 32, 8), "float32", requires_grad=requires_grad)
         types = ["R", "P", "S(0)", "S(1)", "S(2)"]

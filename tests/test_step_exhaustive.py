@@ -74,6 +74,8 @@ CASES: Mapping[str, Case] = {
                                                                 "schedule": ("zb_h1", "zbv", "dualpipev")}, 0.8),
     "as much in flight, half of it": Case("llama", "boxes", {"recompute": ("none", "full"), "zero": 0,
                                                              "pp": PIPELINES, "schedule": ("zb_h2", "v_half")}, 0.8),
+    "copies": Case("2-block mlp", "copying", {"recompute": "none", "zero": 0, "pp": (1, 2)}),
+    "copies of sequences": Case("llama", "copying", {"recompute": "none", "zero": 0, "pp": 1, "cp": 1, "tp": (4, 8)}),
     "neighbours": Case("6-block mlp", "boxes", {"recompute": ("none", "full"), "zero": 3, "pp": 1, "tp": 1}, 0.6),
 }  # fmt: skip
 

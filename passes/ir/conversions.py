@@ -95,6 +95,21 @@ class Step:
         return CONVERSIONS[_letter(self.source_type), _letter(self.target_type)]
 
     @functools.cached_property
+    def laid_out_dims(self) -> tuple[int | None, int | None]:
+        """The dims of which the collectives, forward and backward, send or bring ranks' parts (None: of no dim).
+
+        An all-to-all's is the one that it cuts.
+        """
+        source, target = shard_dim(self.source_type), shard_dim(self.target_type)
+        if source is not None and target is not None:
+            return target, source
+        dim = target if source is None else source
+        forward, backward = (
+            dim if collective in (ALL_GATHER, REDUCE_SCATTER) else None for collective in self.collectives
+        )
+        return forward, backward
+
+    @functools.cached_property
     def whole(self) -> Placement:
         """The placement of the tensor once it is whole on this step's axes."""
         return tuple(R if axis in self.axes else where for axis, where in enumerate(self.source))
@@ -117,6 +132,25 @@ class Step:
         for dim in self.moved_dims:
             local[dim] = count * largest_part(local[dim], count)
         return item_size * math.prod(local)
+
+    def copied_bytes(self, whole: tuple[int, ...], num_bytes: int, mesh: MeshShape, *, outer: int) -> float:
+        """Bytes that programs copy beside a collective of ``num_bytes`` that sends or brings parts of a dim.
+
+        Ranks' parts lie one behind the other in memory, as parts of the first dim do, or of one outside of which all
+        dims have one element. Of another dim they are laid out, before they are scattered or once they are gathered.
+        An all-to-all lays out what it sends, and joins what it brings in any case. Unequal parts are padded before,
+        and trimmed behind.
+
+        Args:
+            whole: the shape on one rank of the tensor once it is whole on this step's axes.
+            outer: elements of the dims outside of that dim (``laid_out_dims``).
+        """
+        count = math.prod(mesh.sizes[axis] for axis in self.axes)
+        uneven = sum(whole[moved] % count > 0 for moved in self.moved_dims)
+        copies = int(outer > 1)
+        if len(self.moved_dims) > 1:
+            return (copies + 1 + 2 * uneven) * num_bytes / count
+        return (copies + uneven * (1 + 1 / count)) * num_bytes
 
     @functools.cached_property
     def moved_dims(self) -> frozenset[int]:

@@ -33,6 +33,11 @@ READS_ROWS = {
 }  # fmt: skip
 
 
+#: Bytes of a copy at whose rate the copies beside collectives are priced, so many that its launch is nothing: compiled
+#: code fuses many with what runs before or behind them.
+LONG_COPY = 1 << 40
+
+
 def table_read_by_rows(node: Node) -> str | None:
     """The input of which only the rows that are asked for are read, if there is one."""
     place = READS_ROWS.get(base_name(node.op))
@@ -42,7 +47,7 @@ def table_read_by_rows(node: Node) -> str | None:
 class Prices(Protocol):
     """What the search needs of a cost model."""
 
-    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float: ...
+    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str, kind: str | None = None) -> float: ...
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
 
@@ -53,7 +58,14 @@ class Pricing:
     Args:
         bundles: of parameters whose gradients are reduced together, the bytes of all: each is priced as its share of
             one collective over them.
+
+    Attributes:
+        sample_axes: axes that divide the dims outside of one that is laid out (``Step.copied_bytes``); None: all do.
+            With those of the samples alone, one of n parts along another axis takes at least 1/n of the whole, on which
+            bounds rest: a tensor that only such an axis cuts down to one element counts as copied.
     """
+
+    sample_axes: frozenset[str] | None = None
 
     def __init__(self, cost_model: Prices, mesh: MeshShape, bundles: Mapping[str, int] | None = None) -> None:
         self.cost_model = cost_model
@@ -61,6 +73,8 @@ class Pricing:
         self.bundles = bundles or {}
         self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
         self._collectives: dict[tuple[str, int, str], float] = {}
+        #: Dtype → seconds of reading or writing a byte while copying.
+        self._copies: dict[str, float] = {}
         self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
         self._shapes: dict[tuple[tuple[int, ...], Placement], tuple[int, ...]] = {}
         #: Options of operators that are priced alike, by ``likeness`` and by the id of what they may choose from, which
@@ -104,16 +118,25 @@ class Pricing:
         if forward is None and (backward is None or not value.requires_grad):
             return 0.0, 0.0
         axis, num_bytes = step.axis_name(self.mesh), self.step_bytes(step, value)
+        whole = self._local_shape(value.shape, step.whole)
+        copying = [self._copying(dim, step, whole, num_bytes, value) for dim in step.laid_out_dims]
         return (
-            self.collective(forward, num_bytes, axis) if forward else 0.0,
-            self._backward(backward, step, value, num_bytes) if backward and value.requires_grad else 0.0,
+            self.collective(forward, num_bytes, axis) + copying[0] if forward else 0.0,
+            self._backward(backward, step, value, num_bytes) + copying[1] if backward and value.requires_grad else 0.0,
         )
 
     def steps(self, table: StepTable, value: Value) -> tuple[list[float], list[float]]:
         """``step`` of all steps of a table, forward and backward."""
-        shape, item_size, mesh = value.shape, ITEM_SIZE[value.dtype], self.mesh
-        sizes = [step.num_bytes_of(self._local_shape(shape, step.whole), item_size, mesh) for step in table.sizes]
-        prices = [self.collective(name, sizes[size], axis) if name else 0.0 for name, axis, size in table.collectives]
+        item_size = ITEM_SIZE[value.dtype]
+        wholes = [self._local_shape(value.shape, step.whole) for step in table.sizes]
+        sizes = [step.num_bytes_of(whole, item_size, self.mesh) for step, whole in zip(table.sizes, wholes)]
+        prices = [
+            self.collective(name, sizes[size], axis)
+            + self._copying(dim, table.sizes[size], wholes[size], sizes[size], value)
+            if name
+            else 0.0
+            for name, axis, size, dim in table.collectives
+        ]
         forward = [prices[place] for place in table.forward]
         if not value.requires_grad:
             return forward, [0.0] * len(forward)
@@ -122,6 +145,26 @@ class Pricing:
             for place in table.shared:
                 _, backward[place] = self.step(table.steps[place], value)
         return forward, backward
+
+    def _copying(self, dim: int | None, step: Step, whole: tuple[int, ...], num_bytes: int, value: Value) -> float:
+        """Seconds of what is copied beside a collective of parts of ``dim``, see ``Step.copied_bytes``."""
+        if dim is None:
+            return 0.0
+        copied = step.copied_bytes(whole, num_bytes, self.mesh, outer=self._outer(value.shape, step.whole, dim))
+        return 2 * copied * self._second_per_copied_byte(value.dtype) if copied else 0.0  # read and written
+
+    def _outer(self, shape: tuple[int, ...], placement: Placement, dim: int) -> int:
+        """Elements of the dims outside of ``dim``; see ``sample_axes``."""
+        if self.sample_axes is not None:
+            is_cut = [axis in self.sample_axes for axis in self.mesh.names]
+            placement = tuple(where if cut else R for where, cut in zip(placement, is_cut))
+        return math.prod(self._local_shape(shape, placement)[:dim])
+
+    def _second_per_copied_byte(self, dtype: str) -> float:
+        if dtype not in self._copies:
+            price = self.cost_model.compute_seconds
+            self._copies[dtype] = price(flops=0.0, num_bytes=LONG_COPY, dtype=dtype, kind="exchange_copy") / LONG_COPY
+        return self._copies[dtype]
 
     def _backward(self, collective: str, step: Step, value: Value, num_bytes: int) -> float:
         axis = step.axis_name(self.mesh)

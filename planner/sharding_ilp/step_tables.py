@@ -25,7 +25,8 @@ class StepTable:
         ends: of each step, the indices of its placements.
         axis_names: of each step, those of its axes joined by ``_``.
         sizes: of steps that move equally many bytes, one.
-        collectives: distinct (collective, axis name, place in ``sizes``); the first stands for no communication.
+        collectives: distinct (collective, axis name, place in ``sizes``, one of ``Step.laid_out_dims``); the first
+            stands for no communication.
         forward, backward: of each step, the place of its collectives among these.
         joint: places of the steps of several axes.
         shared: places of the steps that reduce a parameter's gradient, which may go together with those of others.
@@ -36,7 +37,7 @@ class StepTable:
     ends: tuple[tuple[int, int], ...]
     axis_names: tuple[str, ...]
     sizes: tuple[Step, ...]
-    collectives: tuple[tuple[str, str, int], ...]
+    collectives: tuple[tuple[str, str, int, int | None], ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     joint: tuple[int, ...]
@@ -65,13 +66,16 @@ def step_table(placements: tuple[Placement, ...], mesh: MeshShape, *, joint: boo
         if step.target in index
     )
     sizes: dict[tuple[object, ...], tuple[int, Step]] = {}
-    collectives: dict[tuple[str, str, int], int] = {("", "", 0): 0}
+    collectives: dict[tuple[str, str, int, int | None], int] = {("", "", 0, None): 0}
     called: list[list[int]] = []
     names = tuple(step.axis_name(mesh) for step in steps)
     for step, name in zip(steps, names):
         size, _ = sizes.setdefault((step.axes, step.whole, step.moved_dims), (len(sizes), step))
         called.append(
-            [collectives.setdefault((each, name, size), len(collectives)) if each else 0 for each in step.collectives]
+            [
+                collectives.setdefault((each, name, size, dim), len(collectives)) if each else 0
+                for each, dim in zip(step.collectives, step.laid_out_dims)
+            ]
         )
     pairs = [(step.source_type, step.target_type) for step in steps]
     return StepTable(

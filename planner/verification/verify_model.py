@@ -14,6 +14,8 @@ from torch import nn
 
 from cost_models import Cluster
 from cost_models.checked_numbers import check_whole_number
+from cost_models.efficiency import PERFECT, Curve, Efficiency
+from cost_models.hardware import DeviceGroup
 from passes.capture import keep_float64
 from passes.capture.call_arguments import CallArguments, ExampleInputs, arguments_of
 from passes.capture.independent_copy import independent_copy
@@ -350,8 +352,15 @@ def _check_size(num_ranks: int, where: str) -> None:
 
 
 def slow_devices(num_devices: int) -> Cluster:
-    """A cluster on which splitting always pays: without latency or launches, computing slower than communicating."""
-    return Cluster.uniform(num_devices, flops=1e9, memory_bandwidth=1e9, latency=0.0, bandwidth=1e10)
+    """A cluster on which splitting always pays: without latency or launches, computing slower than communicating.
+
+    Operators read and write 1 GB/s; what is copied beside collectives runs at the bandwidth of the memory, for nothing.
+    """
+    cluster = Cluster.uniform(num_devices, flops=1e9, memory_bandwidth=1e13, latency=0.0, bandwidth=1e10)
+    slow = Efficiency(bytes=Curve.constant(1e-4))
+    efficiency = {"matmul": slow, "elementwise": slow, "exchange_copy": PERFECT}
+    device = dataclasses.replace(cluster.device, efficiency=efficiency)
+    return dataclasses.replace(cluster, groups=(DeviceGroup(device, num_devices),))
 
 
 def _whole(loss: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:

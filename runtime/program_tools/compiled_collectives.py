@@ -40,7 +40,14 @@ class _Axis:
 
 def _gather(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
     whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
-    return whole if src == 0 else torch.cat(whole.chunk(axis.size), src)
+    if _is_outermost(x, src):
+        return whole.view(*x.shape[:src], axis.size * x.shape[src], *x.shape[src + 1 :])
+    return torch.cat(whole.chunk(axis.size), src)
+
+
+def _is_outermost(x: torch.Tensor, dim: int) -> bool:
+    """Whether the dims outside of ``dim`` have one element: ranks' parts lie one behind the other in memory."""
+    return all(size == 1 for size in x.shape[:dim])
 
 
 def _reduce(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
@@ -48,13 +55,20 @@ def _reduce(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
-    parts = x if dst == 0 else torch.cat(x.chunk(axis.size, dst))
+    parts = x if dst == 0 else _packed(x, axis, dst).flatten(0, 1)
     return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group))
+
+
+def _packed(x: torch.Tensor, axis: _Axis, dim: int) -> torch.Tensor:
+    """Ranks' parts of ``dim`` one behind the other, along a first dim of their own."""
+    if _is_outermost(x, dim):
+        return x.reshape(axis.size, *x.shape[:dim], x.shape[dim] // axis.size, *x.shape[dim + 1 :])
+    return torch.stack(x.chunk(axis.size, dim))
 
 
 def _exchange(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
     split_sizes = [1] * axis.size
-    parts = _c10d.all_to_all_single(torch.stack(x.chunk(axis.size, dst)), split_sizes, split_sizes, axis.group)
+    parts = _c10d.all_to_all_single(_packed(x, axis, dst).contiguous(), split_sizes, split_sizes, axis.group)
     return torch.cat(_c10d.wait_tensor(parts).unbind(), src)
 
 

@@ -85,9 +85,22 @@ class _OverSeveralRanks:
         return getattr(self._functional, name)
 
     def all_gather_tensor(self, x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-        alone = dist.get_world_size(group) == 1
-        return x if alone else all_gather_along(x.resolve_conj(), dim, group)
+        if dist.get_world_size(group) == 1:
+            return x
+        first, outer = _first_dim(x.resolve_conj(), dim)
+        whole = all_gather_along(first, dim - len(outer), group)
+        return whole.view(*outer, *whole.shape) if outer else whole
 
     def reduce_scatter_tensor(self, x: torch.Tensor, kind: str, dim: int, group: Any) -> torch.Tensor:
-        alone = dist.get_world_size(group) == 1
-        return x if alone else reduce_scatter_along(x.resolve_conj(), kind, dim, group)
+        if dist.get_world_size(group) == 1:
+            return x
+        first, outer = _first_dim(x.resolve_conj(), dim)
+        part = reduce_scatter_along(first, kind, dim - len(outer), group)
+        return part.view(*outer, *part.shape) if outer else part
+
+
+def _first_dim(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """``x`` with ``dim`` as its first, and the dims of one element outside of it: parts of dim 0 need no copy. Where
+    another has more elements, ``x`` as it is."""
+    outer = tuple(x.shape[:dim])
+    return (x.flatten(0, dim), outer) if dim and all(size == 1 for size in outer) else (x, ())

@@ -3,7 +3,7 @@
 They rest on two properties of the cost models (``cost_models.efficiency``, ``cost_models.collectives``): one of n
 equal parts of an operator or a message never takes less than 1/n of its time, and never holds less than 1/n of its
 bytes. So an axis of n devices saves at most a factor of n, and a micro-batch of fewer samples takes at least its share
-of a larger one's time.
+of a larger one's operators, if not of what is copied beside collectives (``PricedCuts``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ SHARED_FROM = 256
 
 
 class PricedCuts:
-    """Seconds of one micro-batch for some cuts, and the lower bounds that follow for cuts into more parts."""
+    """Seconds of one micro-batch for some cuts, and the lower bounds that follow for cuts into more parts.
+
+    Cuts of other axes than the batch's bound only those into micro-batches as large: of one sample nothing is copied
+    beside collectives (``Step.copied_bytes``), so that one may take less than its share of several.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[Cut, float] = {}
@@ -61,6 +65,7 @@ class PricedCuts:
                     or cut.tensor % recorded.tensor
                     or cut.pieces % recorded.pieces
                     or cut.expert % recorded.expert
+                    or (recorded.context * recorded.tensor > 1 and cut.batches != recorded.batches)
                 ):
                     most = max(most, total)
             self._most[cut] = (len(self._totals), most)

@@ -71,6 +71,11 @@ class Cut(NamedTuple):
         return self.pieces * self.context * self.tensor * self.expert
 
     @property
+    def batches(self) -> int:
+        """Into how many parts the samples are cut."""
+        return self.pieces * self.expert
+
+    @property
     def mesh(self) -> MeshShape:
         """The axes; that of experts only where it has several devices."""
         experts = {EXPERT: self.expert} if self.expert > 1 else {}

@@ -104,6 +104,8 @@ class StepPricing(Pricing):
     ``unconverted`` cannot be converted (infinite seconds), the values ``unpriced`` are converted for nothing.
     """
 
+    sample_axes = frozenset((DATA, EXPERT))
+
     def __init__(
         self,
         cost_model: StepPrices,
