@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from passes.rules.expert_rules import EXPERTS, experts_flops
+from passes.rules.kinds import DELTA_RULE_CHUNKS
 from passes.rules.operator_call import OperatorCall
 
 
@@ -75,6 +76,18 @@ def recurrence(call: OperatorCall) -> float:
     return 2.0 * math.prod(call.inputs[0].shape[:-1]) * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
 
 
+def gated_delta_rule(call: OperatorCall) -> float:
+    """Products of ``passes.torch_compat.delta_rule_chunks``, for each token and head.
+
+    With its chunk: pairs of it as a key and as a query, the triangular solution (half of a product), the values that it
+    reads. With the state: what is taken out of it, put in and read.
+    """
+    key, value_width = call.shape("key"), call.shape("value")[-1]
+    chunk = min(DELTA_RULE_CHUNKS[len(call.shape("log_decay"))], max(1, key[1]))
+    with_chunk = 2.0 * key[-1] + 0.5 * (key[-1] + value_width) + value_width
+    return 2.0 * math.prod(key[:-1]) * (chunk * with_chunk + 3.0 * key[-1] * value_width)
+
+
 #: Which input's last dim is the contraction (the first unless a summand comes before it).
 _FIRST = {"aten.addmm.default": 1, "aten.baddbmm.default": 1}
 
@@ -89,6 +102,7 @@ FLOPS: dict[str, Callable[[OperatorCall], float]] = {
     "meshwright.expert_linear": expert_linear,
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     EXPERTS: experts_flops,
+    "meshwright.gated_delta_rule.default": gated_delta_rule,
     "aten.mv.default": vector_product,
     "aten.dot.default": vector_product,
     "aten.einsum.default": equation,

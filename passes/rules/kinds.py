@@ -28,8 +28,10 @@ _FUSED: dict[str, str] = {
     FUSED_NORM: "cross_entropy rms_norm layer_norm add_rms_norm add_layer_norm",
     FUSED_ELEMENTWISE: "swiglu geglu bias_gelu rotary rotary_pair",
     GATHER: "embedding",
-    MATMUL: "linear_cross_entropy expert_linear experts",
+    MATMUL: "linear_cross_entropy expert_linear experts gated_delta_rule",
 }
+#: Tokens of a chunk of the gated delta rule, by the dims of its decays.
+DELTA_RULE_CHUNKS = {3: 64, 4: 16}
 KINDS.update((f"meshwright.{name}", kind) for kind, names in _FUSED.items() for name in names.split())
 
 
@@ -52,6 +54,10 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
         rows = math.prod(output[:-1])
         groups = max(1, min(experts, rows))
         return groups, max(1, rows // groups), outside, inside
+    if node.op == "meshwright.gated_delta_rule.default":
+        (batch, tokens, heads, keys), decay = inputs[1], inputs[3]
+        chunk = min(DELTA_RULE_CHUNKS[len(decay)], max(1, tokens))
+        return batch * heads * math.ceil(tokens / chunk), chunk, output[-1], keys
     by_letters = _einsum_shape(node, inputs)
     if by_letters is not None:
         return by_letters
