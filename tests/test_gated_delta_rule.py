@@ -19,9 +19,11 @@ from passes.autograd.working import working
 from passes.capture import capture
 from passes.ir.graph import Graph, Node
 from passes.rules import forward_flops
-from passes.rules.kinds import DELTA_RULE_CHUNKS, matmul_shape
+from passes.rules.delta_rule_costs import CHUNKS, GATED_DELTA_RULE, SCAN_KERNELS, DeltaRuleCall
+from passes.rules.kinds import matmul_shape
 from passes.torch_compat import delta_rule_chunks
-from passes.torch_compat.gated_delta_rule import GATED_DELTA_RULE
+from passes.torch_compat.operators import TorchDispatchMode, tree_leaves
+from planner.whole_step.costs.delta_rule_prices import delta_rule_seconds
 from runtime.kernels.delta_rule import gated_delta_rule
 from tests.recurrent_families import recurrent_batch, recurrent_model
 
@@ -198,7 +200,7 @@ def test_only_its_inputs_are_kept_and_its_products_counted(by_channel: bool) -> 
 
 
 def test_chunks_are_as_long_as_is_counted() -> None:
-    assert DELTA_RULE_CHUNKS == {3: delta_rule_chunks.CHUNK, 4: delta_rule_chunks.CHANNEL_CHUNK}
+    assert CHUNKS == {3: delta_rule_chunks.CHUNK, 4: delta_rule_chunks.CHANNEL_CHUNK}
 
 
 @pytest.mark.parametrize(("by_channel", "keys", "values"), [(False, 64, 64), (False, 32, 128), (True, 64, 64)])
@@ -216,6 +218,68 @@ def test_it_holds_what_is_counted(by_channel: bool, keys: int, values: int, monk
     for run, results, bytes_counted in ((forward, outputs, counted.forward), (backward, gradients, counted.backward)):
         held = max(accumulate(allocations(run))) - sum(result.nbytes for result in results)
         assert bytes_counted == pytest.approx(held, rel=0.15)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that are no views, and the elements that they take and give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.moved = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and "empty" not in func.__name__:
+            self.launches += 1
+            leaves = tree_leaves((args, kwargs, result))
+            self.moved += sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize(("keys", "values"), [(64, 64), (128, 128), (32, 128)])
+def test_kernels_and_passes_are_those_that_are_priced(
+    by_channel: bool, keys: int, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.KEYS", keys)
+    monkeypatch.setattr(f"{__name__}.VALUES", values)
+    tensors = [tensor.detach() for tensor in drawn(256, by_channel=by_channel, begins=False, dtype=torch.float32)]
+    arguments = (*tensors, None, 1.0, 1e-6)
+    with Kernels() as forward:
+        outputs = delta_rule_chunks.delta_rule(*arguments)
+    with Kernels() as backward:
+        delta_rule_chunks.delta_rule_gradients(*outputs, *arguments)
+    call = DeltaRuleCall.of(tensors[1].shape, tensors[2].shape, tensors[3].shape)
+    assert call.launches == pytest.approx((forward.launches, backward.launches), rel=0.1)
+    for place, counted in enumerate((forward.moved, backward.moved)):
+        of_scan = SCAN_KERNELS[place] * call.num_chunks * call.scanned[place]
+        assert call.moved[place] + of_scan == pytest.approx(counted, rel=0.05)
+
+
+class Roofline:
+    """Seconds of a device whose shortest kernel takes 5 µs."""
+
+    host_seconds = 0.0
+
+    def compute_seconds(
+        self, *, flops: float, num_bytes: float, dtype: str, kind: str | None = None, **_: Any
+    ) -> float:
+        assert dtype == "float32" and kind in ("matmul", "elementwise")
+        return max(flops / 60e12, num_bytes / 3e12, 5e-6)
+
+    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
+        raise NotImplementedError
+
+
+def test_heads_that_are_cut_leave_the_launches_of_the_scan() -> None:
+    whole, half = (
+        delta_rule_seconds(Roofline(), DeltaRuleCall(heads, 4096, 128, 128, 3), "float32", live=True)
+        for heads in (32, 16)
+    )
+    assert all(part > one / 2 for part, one in zip(half, whole))
+    assert 3 * 64 * 5e-6 < half[0] < whole[0] < whole[1]
+    assert delta_rule_seconds(Roofline(), DeltaRuleCall(1, 64, 8, 8, 4), "float32", live=False)[1] == 0.0
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -19,7 +19,7 @@ from benchmarks.parity import TOLERANCES, Case, case
 from passes.capture import capture
 from passes.capture.recurrent_forms import selective_scan
 from passes.capture.token_loops import is_computed_by
-from passes.torch_compat.gated_delta_rule import GATED_DELTA_RULE
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE
 from passes.torch_compat.linear_recurrence import LINEAR_RECURRENCE
 from runtime.kernels.recurrence import linear_recurrence
 from tests.capture_parity import assert_parity

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cost_models.dtypes import item_size
 from passes.ir.graph import Node, Value
-from passes.rules.kinds import DELTA_RULE_CHUNKS
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE, DeltaRuleCall
 
 #: Bytes of a value on one device.
 LocalBytes = Callable[[Value], float]
@@ -90,25 +90,18 @@ def _attention(node: Node, values: Mapping[str, Value], local_bytes: LocalBytes)
 
 
 def _gated_delta_rule(node: Node, values: Mapping[str, Value], local_bytes: LocalBytes) -> Working:
-    """In at least float32, of each token and head: pairs with its chunk (C), rows of the widths of keys (K) and values
-    (V), its share of the states (K · V / C).
-
-    Multiples are those that ``passes.torch_compat.delta_rule_chunks`` holds at its peak, measured.
-    """
+    """Chunks, their pairs, solutions and states, in at least float32."""
     _, key, value, decay = (values[name] for name in node.inputs[:4])
-    (tokens, width), columns = (key.shape[1], key.shape[3]), value.shape[3]
-    rows = local_bytes(key) / (item_size(key.dtype) * width)
-    chunk = min(DELTA_RULE_CHUNKS[len(decay.shape)], max(1, tokens))
-    states, size = width * columns / chunk, max(4, *(item_size(values[name].dtype) for name in node.inputs))
-    forward = 3.0 * chunk + 3.0 * width + 3.5 * columns + 2.5 * states
-    backward = 6.0 * chunk + 12.0 * width + 6.0 * columns + 4.0 * states
-    return Working(size * rows * forward, size * rows * backward)
+    (tokens, width), size = key.shape[1::2], item_size(node.output.dtype)
+    heads = local_bytes(key) / (item_size(key.dtype) * tokens * width)
+    forward, backward = DeltaRuleCall(heads, tokens, width, value.shape[3], len(decay.shape)).held
+    return Working(size * forward, size * backward)
 
 
 _OPERATORS: Mapping[str, Callable[[Node, Mapping[str, Value], LocalBytes], Working]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "meshwright.expert_linear": _expert_linear,
     "meshwright.experts.default": _experts,
-    "meshwright.gated_delta_rule.default": _gated_delta_rule,
+    GATED_DELTA_RULE: _gated_delta_rule,
     "meshwright.linear_cross_entropy.default": _linear_cross_entropy,
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE, DeltaRuleCall
 from passes.rules.expert_rules import EXPERTS, experts_flops
-from passes.rules.kinds import DELTA_RULE_CHUNKS
 from passes.rules.operator_call import OperatorCall
 
 
@@ -77,17 +77,12 @@ def recurrence(call: OperatorCall) -> float:
 
 
 def gated_delta_rule(call: OperatorCall) -> float:
-    """Products of ``passes.torch_compat.delta_rule_chunks``, for each token and head.
-
-    With its chunk: pairs of it as a key and as a query, the triangular solution (half of a product), the values that it
-    reads. With the state: what is taken out of it, put in and read.
-    """
-    key, value_width = call.shape("key"), call.shape("value")[-1]
-    chunk = min(DELTA_RULE_CHUNKS[len(call.shape("log_decay"))], max(1, key[1]))
-    with_chunk = 2.0 * key[-1] + 0.5 * (key[-1] + value_width) + value_width
-    return 2.0 * math.prod(key[:-1]) * (chunk * with_chunk + 3.0 * key[-1] * value_width)
+    return DeltaRuleCall.of(call.shape("key"), call.shape("value"), call.shape("log_decay")).flops
 
 
+#: Products backward for each forward, where that is not one for each gradient: the scores and ids of experts take none,
+#: the gated delta rule computes its own again.
+BACKWARD_PRODUCTS = {EXPERTS: 2, GATED_DELTA_RULE: 3}
 #: Which input's last dim is the contraction (the first unless a summand comes before it).
 _FIRST = {"aten.addmm.default": 1, "aten.baddbmm.default": 1}
 
@@ -102,7 +97,7 @@ FLOPS: dict[str, Callable[[OperatorCall], float]] = {
     "meshwright.expert_linear": expert_linear,
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     EXPERTS: experts_flops,
-    "meshwright.gated_delta_rule.default": gated_delta_rule,
+    GATED_DELTA_RULE: gated_delta_rule,
     "aten.mv.default": vector_product,
     "aten.dot.default": vector_product,
     "aten.einsum.default": equation,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cost_models.efficiency import ANY_ROWS
 from passes.ir.graph import Node
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE, DeltaRuleCall
 
 MATMUL, ATTENTION, CONVOLUTION, NORM = "matmul", "attention", "convolution", "norm"
 ELEMENTWISE, REDUCTION, GATHER, COPY = "elementwise", "reduction", "gather", "copy"
@@ -30,8 +31,6 @@ _FUSED: dict[str, str] = {
     GATHER: "embedding",
     MATMUL: "linear_cross_entropy expert_linear experts gated_delta_rule",
 }
-#: Tokens of a chunk of the gated delta rule, by the dims of its decays.
-DELTA_RULE_CHUNKS = {3: 64, 4: 16}
 KINDS.update((f"meshwright.{name}", kind) for kind, names in _FUSED.items() for name in names.split())
 
 
@@ -54,10 +53,9 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
         rows = math.prod(output[:-1])
         groups = max(1, min(experts, rows))
         return groups, max(1, rows // groups), outside, inside
-    if node.op == "meshwright.gated_delta_rule.default":
-        (batch, tokens, heads, keys), decay = inputs[1], inputs[3]
-        chunk = min(DELTA_RULE_CHUNKS[len(decay)], max(1, tokens))
-        return batch * heads * math.ceil(tokens / chunk), chunk, output[-1], keys
+    if node.op == GATED_DELTA_RULE:
+        call = DeltaRuleCall.of(inputs[1], inputs[2], inputs[3])
+        return round(call.heads) * call.num_chunks, call.chunk, call.values, call.keys
     by_letters = _einsum_shape(node, inputs)
     if by_letters is not None:
         return by_letters

@@ -28,13 +28,17 @@ CHUNK, CHANNEL_CHUNK = 64, 16
 
 
 class _Chunks(NamedTuple):
-    """The inputs, in the wide type; queries and keys normed, queries scaled. ``decay``: ``c``, of width 1 or K."""
+    """The inputs, in the wide type; queries and keys normed, queries scaled. ``decay``: ``c``, of width 1 or K.
+
+    ``norms``: what queries and keys were multiplied by to be normed; None where they are as they came.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     decay: torch.Tensor
     beta: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _Products(NamedTuple):
@@ -102,13 +106,11 @@ def delta_rule_gradients(
     of_written, of_behind, of_initial = _scan_gradients(chunks, products, above, of_final.flatten(0, 1))
     gradients = _chunk_gradients(chunks, products, scanned, above, of_written, of_behind)
     of_query, of_key = gradients.query * scale, gradients.key
-    if epsilon is not None:
-        of_query, of_key = (
-            _of_normed(gradient, _in_chunks(source, chunks.key.shape[2], chunks.key.dtype), epsilon)
-            for gradient, source in ((of_query, query), (of_key, key))
-        )
-    gradients = gradients._replace(query=of_query, key=of_key)
-    results = [_by_token(gradient, batch, tokens, heads) for gradient in gradients]
+    if chunks.norms is not None:
+        of_query = _of_normed(of_query, chunks.query / scale, chunks.norms[0])
+        of_key = _of_normed(of_key, chunks.key, chunks.norms[1])
+    by_chunk = (of_query, of_key, *gradients[2:5])
+    results = [_by_token(gradient, batch, tokens, heads) for gradient in by_chunk]
     sources = (query, key, value, log_decay, beta)
     of_first = of_initial.unflatten(0, (batch, heads)).to((of_final if initial is None else initial).dtype)
     return *(result.view(source.shape).to(source.dtype) for result, source in zip(results, sources)), of_first
@@ -154,17 +156,19 @@ def _chunk_gradients(
 
     of_pairs = torch.stack([chunks.beta * of_system, torch.matmul(above, written.mT).tril_(-1)], 2)
     of_rows, of_columns = _pair_gradients(of_pairs, _rows(chunks), chunks.key, chunks.decay)
-    of_query = of_rows[:, :, 1] + grown * torch.matmul(above, states.mT)
-    of_key = of_rows[:, :, 0] + chunks.beta * grown * of_grown
+    of_query = torch.addcmul(of_rows[:, :, 1], grown, torch.matmul(above, states.mT))
+    of_grown = grown * of_grown
+    of_key = torch.addcmul(of_rows[:, :, 0], chunks.beta, of_grown)
     of_left = left * torch.matmul(written, of_behind.mT)
-    of_beta = _sum_of(chunks.value * of_value) + _sum_of(chunks.key * grown * of_grown)
+    of_beta = _sum_of(chunks.value * of_value) + _sum_of(chunks.key * of_grown)
     of_beta += _sum_of(products.pairs[:, :, 0] * of_system)
 
     of_last = grown[:, :, -1] * (states * of_behind).sum(-1)
     of_decay = _decay_gradient(chunks, of_query, of_key - of_columns, of_left, of_last)
     own = _sum_of(above * written)
-    of_key = of_key + of_columns + of_left + own * chunks.query
-    return _Chunks(of_query + own * chunks.key, of_key, chunks.beta * of_value, of_decay, of_beta)
+    of_key = torch.addcmul(of_key.add_(of_columns).add_(of_left), own, chunks.query)
+    of_query = torch.addcmul(of_query, own, chunks.key)
+    return _Chunks(of_query, of_key, chunks.beta * of_value, of_decay, of_beta)
 
 
 def _decay_gradient(
@@ -184,7 +188,7 @@ def _decay_gradient(
     """
     moved = chunks.key * of_left
     moved[:, :, -1] = 0.0
-    gradient = chunks.query * of_query + chunks.key * of_key - moved
+    gradient = torch.addcmul(chunks.query * of_query, chunks.key, of_key).sub_(moved)
     gradient[:, :, -1] += moved.sum(2) + of_last
     if chunks.decay.shape[-1] == 1:
         gradient = _sum_of(gradient)
@@ -219,9 +223,11 @@ def _chunked(
     query, key, value, log_decay, beta = (
         _in_chunks(tensor, size, dtype) for tensor in (query, key, value, log_decay, beta)
     )
+    norms = None
     if epsilon is not None:
-        query, key = (tensor * _inverse_norm(tensor, epsilon) for tensor in (query, key))
-    return _Chunks(query * scale, key, value, log_decay.cumsum(2), beta)
+        norms = _inverse_norm(query, epsilon), _inverse_norm(key, epsilon)
+        query, key = query * norms[0], key * norms[1]
+    return _Chunks(query * scale, key, value, log_decay.cumsum(2), beta, norms)
 
 
 def _in_chunks(tensor: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -230,9 +236,10 @@ def _in_chunks(tensor: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Ten
         tensor = tensor[..., None]
     batch, tokens, heads, width = tensor.shape
     chunks = max(1, math.ceil(tokens / size))
-    tensor = F.pad(tensor.to(dtype), (0, 0, 0, 0, 0, chunks * size - tokens))
+    if chunks * size > tokens:
+        tensor = F.pad(tensor, (0, 0, 0, 0, 0, chunks * size - tokens))
     tensor = tensor.reshape(batch, chunks, size, heads, width).permute(1, 0, 3, 2, 4)
-    return tensor.reshape(chunks, batch * heads, size, width)
+    return tensor.to(dtype).reshape(chunks, batch * heads, size, width)
 
 
 def _by_token(tensor: torch.Tensor, batch: int, tokens: int, heads: int) -> torch.Tensor:
@@ -246,11 +253,9 @@ def _inverse_norm(tensor: torch.Tensor, epsilon: float) -> torch.Tensor:
     return torch.rsqrt(_sum_of(tensor.square()) + epsilon)
 
 
-def _of_normed(gradient: torch.Tensor, tensor: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The gradient of ``tensor`` from that of what it is normed to."""
-    inverse = _inverse_norm(tensor, epsilon)
-    normed = tensor * inverse
-    return inverse * (gradient - normed * _sum_of(normed * gradient))
+def _of_normed(gradient: torch.Tensor, normed: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """The gradient of what was multiplied by ``inverse`` to be normed."""
+    return inverse * torch.addcmul(gradient, normed, _sum_of(normed * gradient), value=-1)
 
 
 def _rows(chunks: _Chunks) -> torch.Tensor:
@@ -267,7 +272,7 @@ def _split(solution: torch.Tensor, chunks: _Chunks) -> tuple[torch.Tensor, torch
 def _products(chunks: _Chunks) -> _Products:
     pairs = _pairs(_rows(chunks), chunks.key, chunks.decay)
     system = (chunks.beta * pairs[:, :, 0]).tril(-1)
-    right = torch.cat([chunks.value, chunks.key * chunks.decay.exp()], -1) * chunks.beta
+    right = torch.cat([chunks.value * chunks.beta, chunks.key * (chunks.beta * chunks.decay.exp())], -1)
     # The diagonal is taken to be ones.
     return _Products(pairs, system, torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True))
 

@@ -17,7 +17,6 @@ import torch
 
 from passes.torch_compat.delta_rule_chunks import delta_rule, delta_rule_gradients, wide_type
 
-GATED_DELTA_RULE = "meshwright.gated_delta_rule.default"
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor beta, Tensor? initial, float scale, "
     "float? epsilon"
