@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from runtime.data.packing import PackedDataset, sample_lengths
     from runtime.islands.island_ranks import Islands
     from runtime.islands.outer_training import DiLoCo
+    from runtime.kernels.delta_rule import gated_delta_rule
     from runtime.kernels.recurrence import linear_recurrence
     from runtime.launch.process import init
     from runtime.module.expert_balance import balance_experts
@@ -67,6 +68,7 @@ _HOMES = {
     "balance_experts": "runtime.module.expert_balance",
     "compile": "planner.compilation",
     "join": "planner.joining",
+    "gated_delta_rule": "runtime.kernels.delta_rule",
     "init": "runtime.launch.process",
     "length_buckets": "runtime.data.length_buckets",
     "linear_recurrence": "runtime.kernels.recurrence",
@@ -105,6 +107,7 @@ __all__ = [
     "audit",
     "balance_experts",
     "compile",
+    "gated_delta_rule",
     "init",
     "join",
     "length_buckets",

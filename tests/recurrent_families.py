@@ -10,6 +10,10 @@ from torch import nn
 
 _SIZES: Mapping[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2}
 _ATTENTION: Mapping[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+_DELTA_RULE: Mapping[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
 #: Model type of transformers → what it needs besides.
 RECURRENT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Mamba": {"state_size": 4},
@@ -27,6 +31,14 @@ RECURRENT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "attention_window_size": 8,
     },
     "Rwkv": {"attention_hidden_size": 16, "context_length": 32},
+    "Qwen3Next": {**_ATTENTION, **_DELTA_RULE, "head_dim": 4, "mlp_only_layers": [0, 1]},
+    "OlmoHybrid": {**_ATTENTION, **_DELTA_RULE, "pad_token_id": 0, "eos_token_id": 1},
+    "KimiLinear": {
+        **_ATTENTION, "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4,
+        "linear_head_dim": 4, "linear_conv_kernel_dim": 3, "num_key_value_heads": 4, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "mlp_layer_types": ["dense", "dense"],
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
 }  # fmt: skip
 BATCH, TOKENS = 8, 12
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+import passes.torch_compat.gated_delta_rule
 import passes.torch_compat.host_operators
 import passes.torch_compat.linear_recurrence  # noqa: F401  (registers one more)
 from passes.rules.operator_call import REQUIRED, signature, tensor_arguments

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from rules_samples import SAMPLERS, Arguments, Draw, Sampler, sampler
 
+import passes.torch_compat.gated_delta_rule
 import passes.torch_compat.host_operators
 import passes.torch_compat.linear_recurrence  # noqa: F401  (registers operators)
 import runtime.kernels  # noqa: F401  (registers operators)
@@ -157,3 +158,15 @@ def linear_recurrence(draw: Draw) -> Arguments:
     dim = draw.int(0, len(shape) - 1)
     initial = draw.normal(*shape[:dim], *shape[dim + 1 :]) if draw.flag() else None
     return (draw.normal(*shape), draw.normal(*shape), initial, dim - draw.of(0, len(shape)), draw.flag()), {}
+
+
+@fused("gated_delta_rule")
+def gated_delta_rule(draw: Draw) -> Arguments:
+    """A decay for a head, or for each entry of a key; with a state before or not."""
+    batch, tokens, heads, keys, values = (draw.size() for _ in range(5))
+    lead = (batch, tokens, heads)
+    query, key, value = draw.normal(*lead, keys), draw.normal(*lead, keys), draw.normal(*lead, values)
+    decay = -draw.normal(*lead, *([keys] if draw.flag() else [])).abs()
+    initial = draw.normal(batch, heads, keys, values) if draw.flag() else None
+    epsilon = draw.of(None, 1e-6)
+    return (query, key, value, decay, draw.normal(*lead).sigmoid(), initial, 0.5, epsilon), {}

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba import modeling_mamba
+from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 from transformers.models.rwkv import modeling_rwkv
 
@@ -17,6 +19,7 @@ from benchmarks.parity import TOLERANCES, Case, case
 from passes.capture import capture
 from passes.capture.recurrent_forms import selective_scan
 from passes.capture.token_loops import is_computed_by
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE
 from passes.torch_compat.linear_recurrence import LINEAR_RECURRENCE
 from runtime.kernels.recurrence import linear_recurrence
 from tests.capture_parity import assert_parity
@@ -26,18 +29,30 @@ from tests.recurrent_families import RECURRENT_FAMILIES, recurrent_batch, recurr
 
 #: Recurrences of each family's model: one a recurrent layer, two for RWKV's mean.
 NUM_RECURRENCES = {"Mamba": 2, "FalconMamba": 2, "Jamba": 1, "Zamba": 8, "RecurrentGemma": 2, "Rwkv": 4}
+#: Of gated delta rules: one a layer of linear attention; and more operators than the whole graph has.
+NUM_DELTA_RULES = {"Qwen3Next": 1, "OlmoHybrid": 1, "KimiLinear": 1}
+MOST_OPERATORS = {"Qwen3Next": 240, "OlmoHybrid": 200, "KimiLinear": 200}
+
+
+DELTA_RULES = {
+    modeling_qwen3_next: ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    modeling_kimi_linear: ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+}
 
 
 def recurrences(model: nn.Module, tokens: int) -> tuple[int, int]:
     """How many operators the graph of a model has, and how many of them are recurrences."""
     graph = capture(model, kwargs=recurrent_batch(tokens))
-    return len(graph.nodes), sum(node.op == LINEAR_RECURRENCE for node in graph.nodes)
+    return len(graph.nodes), sum(node.op in (LINEAR_RECURRENCE, GATED_DELTA_RULE) for node in graph.nodes)
 
 
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_a_model_of_transformers_has_its_loss_and_gradients(name: str) -> None:
     graph = assert_parity(recurrent_model(name), kwargs=recurrent_batch())
-    assert sum(node.op == LINEAR_RECURRENCE for node in graph.nodes) == NUM_RECURRENCES[name]
+    operators = [node.op for node in graph.nodes]
+    assert operators.count(LINEAR_RECURRENCE) == NUM_RECURRENCES.get(name, 0)
+    assert operators.count(GATED_DELTA_RULE) == NUM_DELTA_RULES.get(name, 0)
+    assert len(operators) <= MOST_OPERATORS.get(name, len(operators))
 
 
 @pytest.mark.parametrize("name", RECURRENT_FAMILIES)
@@ -52,6 +67,7 @@ def test_a_graph_does_not_grow_with_the_tokens(name: str) -> None:
         ("mamba_selective_scan", inspect.unwrap(modeling_mamba.mamba_selective_scan)),
         ("_rnn_scan", RecurrentGemmaRglru._rnn_scan),
         ("rwkv_linear_attention_cpu", modeling_rwkv.rwkv_linear_attention_cpu),
+        *((name, inspect.unwrap(getattr(module, name))) for module, names in DELTA_RULES.items() for name in names),
     ],
 )
 def test_a_form_is_tried_on_the_function_of_the_installed_library(name: str, function: Any) -> None:
@@ -148,6 +164,11 @@ CASES: tuple[Case, ...] = (
     case("Jamba", "jamba, channels cut", tp=2),
     case("RecurrentGemma", "recurrent gemma, weights gathered", dp=2, zero=3),
     case("Rwkv", "rwkv, channels cut", tp=2),
+    case("Qwen3Next", "qwen, heads cut", tp=2),
+    case("Qwen3Next", "qwen, two stages", **PIPELINE),
+    case("Qwen3Next", "qwen, weights gathered", dp=2, zero=3),
+    case("KimiLinear", "kimi, heads cut", tp=2),
+    case("OlmoHybrid", "olmo, heads cut", tp=2),
 )
 
 

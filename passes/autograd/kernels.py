@@ -19,7 +19,7 @@ _HALF = (torch.float16, torch.bfloat16)
 #: that a policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` marks ``MUST_SAVE``.
 EXPENSIVE = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm", "expert_linear",
-    "experts_forward",
+    "experts_forward", "gated_delta_rule",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 })  # fmt: skip

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from cost_models.dtypes import item_size
 from passes.ir.graph import Node, Value
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE, DeltaRuleCall
 
 #: Bytes of a value on one device.
 LocalBytes = Callable[[Value], float]
@@ -88,9 +89,19 @@ def _attention(node: Node, values: Mapping[str, Value], local_bytes: LocalBytes)
     return Working(backward=max(0.0, of_each - local_bytes(bias)))
 
 
+def _gated_delta_rule(node: Node, values: Mapping[str, Value], local_bytes: LocalBytes) -> Working:
+    """Chunks, their pairs, solutions and states, in at least float32."""
+    _, key, value, decay = (values[name] for name in node.inputs[:4])
+    (tokens, width), size = key.shape[1::2], item_size(node.output.dtype)
+    heads = local_bytes(key) / (item_size(key.dtype) * tokens * width)
+    forward, backward = DeltaRuleCall(heads, tokens, width, value.shape[3], len(decay.shape)).held
+    return Working(size * forward, size * backward)
+
+
 _OPERATORS: Mapping[str, Callable[[Node, Mapping[str, Value], LocalBytes], Working]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "meshwright.expert_linear": _expert_linear,
     "meshwright.experts.default": _experts,
+    GATED_DELTA_RULE: _gated_delta_rule,
     "meshwright.linear_cross_entropy.default": _linear_cross_entropy,
 }

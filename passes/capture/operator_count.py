@@ -17,7 +17,7 @@ from passes.capture.tracing_errors import is_of_the_model
 from passes.ir.errors import CaptureError
 
 #: Most operators that one trace of a model may call. The library's models call 4,200 at most (their repeated layers are
-#: copied), KimiLinear at 4,096 tokens 33,400, which take 47 s to trace; a loop of as many takes many minutes to plan.
+#: copied). 33,400, of a loop over chunks of 4,096 tokens, took 47 s to trace; a loop of as many takes minutes to plan.
 MAX_OPERATORS = 50_000
 #: Environment variable for another number.
 VARIABLE = "MESHWRIGHT_MAX_OPERATORS"
@@ -88,7 +88,8 @@ class OperatorCount:
             f"forward calls more than {self._limit:,} operators; most often, {counted(repetitions, 'time')} so far in "
             f"{where}, {filename}:{line}: {code}. Each becomes an operator of the graph, which would take minutes to "
             "hours to plan. If that is a loop over tokens in Python, write it with operators over the whole sequence "
-            "(planner.linear_recurrence computes h[t] = a[t] * h[t-1] + b[t]), or plan fewer tokens; "
+            "(planner.linear_recurrence computes h[t] = a[t] * h[t-1] + b[t], planner.gated_delta_rule a state that "
+            "is corrected), or plan fewer tokens; "
             f"{VARIABLE} sets another limit"
         )
 

@@ -1,4 +1,4 @@
-"""What loops over tokens in models compute, for all tokens at once, with the operator ``linear_recurrence``.
+"""What loops over tokens in models compute, for all tokens at once: a linear recurrence, or the gated delta rule.
 
 Each form takes the arguments of the function that it stands for and gives the same values and gradients;
 ``token_loops`` tries it before it is used. A form may leave out what only steers kernels.
@@ -11,7 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import passes.torch_compat.linear_recurrence  # noqa: F401  (defines the operator)
+import passes.torch_compat.gated_delta_rule
+import passes.torch_compat.linear_recurrence  # noqa: F401  (both define an operator)
+
+#: What transformers adds to the squared length of queries and keys before it divides by the root.
+_NORM_EPSILON = 1e-6
 
 
 def _states(factors: torch.Tensor, inputs: torch.Tensor, initial: torch.Tensor | None = None) -> torch.Tensor:
@@ -130,3 +134,59 @@ def _before(states: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
     """The state before each token."""
     first = torch.zeros_like(states[:, :1]) if initial is None else initial[:, None]
     return torch.cat([first, states[:, :-1]], dim=1)
+
+
+def delta_rule_in_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_kernel_options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``torch_chunk_gated_delta_rule`` of Qwen and OLMo, ``chunk_kimi_delta_attention`` of Kimi, Bailing and GLM.
+
+    Args:
+        query, key: [batch, tokens, heads, key width]; fewer heads than values have serve as many of these each.
+        value: [batch, tokens, heads, value width].
+        g: logarithms of decays, [batch, tokens, heads], for each entry of a key [batch, tokens, heads, key width].
+        beta: [batch, tokens, heads].
+        chunk_size: does not change the result.
+        initial_state: [batch, heads, key width, value width].
+
+    Returns:
+        [batch, tokens, heads, value width], and the last state if that is asked for.
+    """
+    members = value.shape[2] // key.shape[2]
+    if members > 1:
+        query, key = query.repeat_interleave(members, dim=2), key.repeat_interleave(members, dim=2)
+    tensors = (query, key, value, g, beta, initial_state)
+    epsilon = _NORM_EPSILON if use_qk_l2norm_in_kernel else None
+    output, state = torch.ops.meshwright.gated_delta_rule(*map(_single, tensors), key.shape[-1] ** -0.5, epsilon)
+    return output.to(query.dtype), state if output_final_state else None
+
+
+def delta_rule_by_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_kernel_options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``torch_recurrent_gated_delta_rule``, ``recurrent_kimi_delta_attention``: the same, as it generates."""
+    return delta_rule_in_chunks(
+        query, key, value, g, beta, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel
+    )
+
+
+def _single(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Float64 rounded to float32, which these functions compute in; the operator widens what is narrower."""
+    return tensor.to(torch.float32) if tensor is not None and tensor.dtype == torch.float64 else tensor

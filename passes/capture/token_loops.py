@@ -20,7 +20,13 @@ import torch
 from torch import nn
 
 from passes.capture.float64 import keep_float64
-from passes.capture.recurrent_forms import gated_linear_recurrence, selective_scan, weighted_key_values
+from passes.capture.recurrent_forms import (
+    delta_rule_by_token,
+    delta_rule_in_chunks,
+    gated_linear_recurrence,
+    selective_scan,
+    weighted_key_values,
+)
 from passes.capture.watch import WatchedForward
 from passes.torch_compat.operators import tree_leaves
 from passes.torch_compat.transforms import apart_from_trace
@@ -41,11 +47,13 @@ class TokenLoop:
         form: computes the same for all tokens at once, from the same arguments.
         examples: small calls of it, of random numbers that ``normal`` draws.
         owner: the class that has it; None for a function of a module.
+        declined: arguments of calls that the function gets itself, if they are not None.
     """
 
     form: Callable[..., Any]
     examples: Callable[[Callable[..., torch.Tensor]], list[Arguments]]
     owner: str | None = None
+    declined: frozenset[str] = frozenset()
 
 
 @contextlib.contextmanager
@@ -54,7 +62,7 @@ def traced_token_loops(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as replaced:
         for owner, name in _loops_of(model):
             replaced.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, _replaced(getattr(owner, name), LOOPS[name].form))
+            setattr(owner, name, _replaced(getattr(owner, name), LOOPS[name]))
         yield
 
 
@@ -74,40 +82,47 @@ def _loops_of(model: nn.Module) -> list[tuple[Any, str]]:
     ]
 
 
-def _replaced(original: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., Any]:
+def _replaced(original: Callable[..., Any], loop: TokenLoop) -> Callable[..., Any]:
     tracing = threading.get_ident()
-    signature = inspect.signature(form)
+    signature = inspect.signature(loop.form)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracing:
+        if threading.get_ident() != tracing or any(kwargs.get(name) is not None for name in loop.declined):
             return original(*args, **kwargs)
         try:
             signature.bind(*args, **kwargs)
         except TypeError:  # an argument that the form does not know
             return original(*args, **kwargs)
-        return form(*args, **kwargs)
+        return loop.form(*args, **kwargs)
 
     return call
 
 
 @functools.cache
 def is_computed_by(function: Callable[..., Any], name: str) -> bool:
-    """Whether the form of ``LOOPS[name]`` gives the values and gradients of ``function``, on each of its examples."""
+    """Whether the form of ``LOOPS[name]`` gives the values and gradients of ``function`` on its examples.
+
+    That is on each that the function takes, and it must take one: earlier versions lack an argument or a shape.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").requires_grad_()
 
     with apart_from_trace(WatchedForward), torch.enable_grad(), keep_float64(new_too=True):
-        return all(_gives_the_same(function, LOOPS[name].form, call) for call in LOOPS[name].examples(normal))
+        calls = LOOPS[name].examples(normal)
+        agreements = {_gives_the_same(function, LOOPS[name].form, call) for call in calls}
+    return True in agreements and False not in agreements
 
 
-def _gives_the_same(function: Callable[..., Any], form: Callable[..., Any], arguments: Arguments) -> bool:
+def _gives_the_same(function: Callable[..., Any], form: Callable[..., Any], arguments: Arguments) -> bool | None:
+    """None if the function does not take the arguments."""
     try:
-        expected, actual = (_values_and_gradients(computes, arguments) for computes in (function, form))
-    except Exception:  # it takes other arguments, or does something else
-        return False
+        expected = _values_and_gradients(function, arguments)
+    except Exception:  # whatever a function of anybody's raises
+        return None
+    actual = _values_and_gradients(form, arguments)
     return len(expected) == len(actual) and all(map(_is_close, actual, expected))
 
 
@@ -161,9 +176,35 @@ def _weighted(normal: Callable[..., torch.Tensor]) -> list[Arguments]:
     return [call(), call(return_state=True), call(state=before)]
 
 
+def _delta_rules(normal: Callable[..., torch.Tensor], *, by_channel: bool = False, **options: Any) -> list[Arguments]:
+    """Without a state before; with one, of normed vectors; with a head of queries and keys for two of values."""
+
+    def call(heads: int = 2, **more: Any) -> Arguments:
+        width = (_STATES,) if by_channel else ()
+        return {
+            "query": normal(_BATCH, _TOKENS, heads, _STATES), "key": normal(_BATCH, _TOKENS, heads, _STATES),
+            "value": normal(_BATCH, _TOKENS, 2, _WIDTH), "g": -normal(_BATCH, _TOKENS, 2, *width).exp(),
+            "beta": normal(_BATCH, _TOKENS, 2).sigmoid(), "initial_state": None, "output_final_state": False,
+            **options, **more,
+        }  # fmt: skip
+
+    state: Arguments = {"initial_state": normal(_BATCH, 2, _STATES, _WIDTH), "output_final_state": True}
+    return [call(), call(**state, use_qk_l2norm_in_kernel=True), call(heads=1)]
+
+
+def _delta_loop(form: Callable[..., Any], **options: Any) -> TokenLoop:
+    # Packed samples, which only kernels keep apart: the functions refuse them.
+    packed = frozenset({"cu_seqlens", "seq_idx"})
+    return TokenLoop(form, functools.partial(_delta_rules, **options), declined=packed)
+
+
 #: Name of a function → what it computes.
 LOOPS: dict[str, TokenLoop] = {
     "mamba_selective_scan": TokenLoop(selective_scan, _scans),
     "_rnn_scan": TokenLoop(gated_linear_recurrence, _gated, owner="RecurrentGemmaRglru"),
     "rwkv_linear_attention_cpu": TokenLoop(weighted_key_values, _weighted),
+    "torch_chunk_gated_delta_rule": _delta_loop(delta_rule_in_chunks, chunk_size=4),
+    "torch_recurrent_gated_delta_rule": _delta_loop(delta_rule_by_token),
+    "chunk_kimi_delta_attention": _delta_loop(delta_rule_in_chunks, chunk_size=4, by_channel=True),
+    "recurrent_kimi_delta_attention": _delta_loop(delta_rule_by_token, by_channel=True),
 }

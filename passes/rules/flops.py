@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE, DeltaRuleCall
 from passes.rules.expert_rules import EXPERTS, experts_flops
 from passes.rules.operator_call import OperatorCall
 
@@ -75,6 +76,13 @@ def recurrence(call: OperatorCall) -> float:
     return 2.0 * math.prod(call.inputs[0].shape[:-1]) * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
 
 
+def gated_delta_rule(call: OperatorCall) -> float:
+    return DeltaRuleCall.of(call.shape("key"), call.shape("value"), call.shape("log_decay")).flops
+
+
+#: Products backward for each forward, where that is not one for each gradient: the scores and ids of experts take none,
+#: the gated delta rule computes its own again.
+BACKWARD_PRODUCTS = {EXPERTS: 2, GATED_DELTA_RULE: 3}
 #: Which input's last dim is the contraction (the first unless a summand comes before it).
 _FIRST = {"aten.addmm.default": 1, "aten.baddbmm.default": 1}
 
@@ -89,6 +97,7 @@ FLOPS: dict[str, Callable[[OperatorCall], float]] = {
     "meshwright.expert_linear": expert_linear,
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     EXPERTS: experts_flops,
+    GATED_DELTA_RULE: gated_delta_rule,
     "aten.mv.default": vector_product,
     "aten.dot.default": vector_product,
     "aten.einsum.default": equation,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cost_models.efficiency import ANY_ROWS
 from passes.ir.graph import Node
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE, DeltaRuleCall
 
 MATMUL, ATTENTION, CONVOLUTION, NORM = "matmul", "attention", "convolution", "norm"
 ELEMENTWISE, REDUCTION, GATHER, COPY = "elementwise", "reduction", "gather", "copy"
@@ -28,7 +29,7 @@ _FUSED: dict[str, str] = {
     FUSED_NORM: "cross_entropy rms_norm layer_norm add_rms_norm add_layer_norm",
     FUSED_ELEMENTWISE: "swiglu geglu bias_gelu rotary rotary_pair",
     GATHER: "embedding",
-    MATMUL: "linear_cross_entropy expert_linear experts",
+    MATMUL: "linear_cross_entropy expert_linear experts gated_delta_rule",
 }
 KINDS.update((f"meshwright.{name}", kind) for kind, names in _FUSED.items() for name in names.split())
 
@@ -52,6 +53,9 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
         rows = math.prod(output[:-1])
         groups = max(1, min(experts, rows))
         return groups, max(1, rows // groups), outside, inside
+    if node.op == GATED_DELTA_RULE:
+        call = DeltaRuleCall.of(inputs[1], inputs[2], inputs[3])
+        return round(call.heads) * call.num_chunks, call.chunk, call.values, call.keys
     by_letters = _einsum_shape(node, inputs)
     if by_letters is not None:
         return by_letters

@@ -254,6 +254,12 @@ def linear_recurrence(call: OperatorCall) -> ShardingRule:
     return call.rule(call.by_slot({"factors": dims, "inputs": dims, "initial": initial}), [dims])
 
 
+def gated_delta_rule(call: OperatorCall) -> ShardingRule | None:
+    """``meshwright.gated_delta_rule``: samples and heads; a state mixes all entries of its keys and values."""
+    decay = "b_h" if len(call.shape("log_decay")) == 3 else "b_h_"
+    return instantiate(f"~ b_h_, b_h_, b_h_, {decay}, b_h, bh__ -> b_h_, bh__", call)
+
+
 def grid_sampler(call: OperatorCall) -> ShardingRule:
     """``grid_sampler``: samples, channels, and the places in the output, whose coordinates the grid has."""
     source, grid = call.shape("input"), call.shape("grid")
@@ -363,6 +369,7 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten._weight_norm.default": weight_norm,
     "meshwright.cross_entropy": cross_entropy,
     "meshwright.ctc_losses.default": ctc_losses,
+    "meshwright.gated_delta_rule.default": gated_delta_rule,
     "meshwright.linear_recurrence.default": linear_recurrence,
     **dict.fromkeys(_named("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), convolution),
     **dict.fromkeys(_named("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"), convolution),

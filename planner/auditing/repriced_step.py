@@ -35,6 +35,7 @@ from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.candidates.training_options import TrainingOptions
+from planner.whole_step.costs.batch_prices import BatchPrices
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.operator_facts import Fusion
 from planner.whole_step.costs.step_prices import (
@@ -43,7 +44,6 @@ from planner.whole_step.costs.step_prices import (
     EXPERT,
     PIPELINE,
     TENSOR,
-    BatchPrices,
     StepPricing,
 )
 

@@ -15,7 +15,7 @@ from passes.autograd.operator_tables import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, SpmdType, largest_local_shape
-from passes.rules.expert_rules import is_experts
+from passes.rules.flops import BACKWARD_PRODUCTS
 from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
 from planner.sharding_ilp.hidden_collectives import exposed
 from planner.sharding_ilp.own_collective import Collective
@@ -224,7 +224,7 @@ class Pricing:
         if not live or not grads:
             return forward, 0.0
         if flops:
-            products = min(len(grads), 2) if is_experts(node) else len(grads)  # its scores and ids take none
+            products = min(len(grads), BACKWARD_PRODUCTS.get(node.op, len(grads)))
             return forward, products * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)
         back = num_bytes + sum(self.local_bytes(values[name], arguments[name]) for name in grads)
         return forward, price(flops=0.0, num_bytes=back, dtype=dtype)

@@ -4,6 +4,7 @@ from runtime.kernels.adamw import AdamW
 from runtime.kernels.bias_gelu import bias_gelu
 from runtime.kernels.chain_call import Chain
 from runtime.kernels.cross_entropy import cross_entropy
+from runtime.kernels.delta_rule import gated_delta_rule
 from runtime.kernels.embedding import embedding
 from runtime.kernels.expert_linear import expert_linear
 from runtime.kernels.experts import experts
@@ -26,6 +27,7 @@ __all__ = [
     "embedding",
     "expert_linear",
     "experts",
+    "gated_delta_rule",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

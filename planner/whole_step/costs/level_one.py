@@ -13,10 +13,11 @@ from cost_models.routes import Span, route
 from planner.sharding_ilp.lattice import Lattice, LatticePool
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.costs.batch_prices import BatchPrices
 from planner.whole_step.costs.least_units import least_of_units
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
 from planner.whole_step.costs.split_fills import PhaseSeconds, sharded_seconds
-from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices, ComputeTable
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, ComputeTable
 from planner.whole_step.costs.unit_costs import StepUnits, unit_figures
 from planner.whole_step.costs.unit_figures import UnitFigures
 

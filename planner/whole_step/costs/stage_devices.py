@@ -36,9 +36,10 @@ from planner.sharding_ilp.sharding_prices import Pricing
 from planner.sharding_ilp.sharding_problem import Element, ValueStream
 from planner.sharding_ilp.shared_rows import share_rows
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, sample_link
+from planner.whole_step.costs.batch_prices import BatchPrices
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.sharding import Cut, ShardingSpace
-from planner.whole_step.costs.step_prices import PIPELINE, BatchPrices, StepPricing
+from planner.whole_step.costs.step_prices import PIPELINE, StepPricing
 from planner.whole_step.costs.unit_costs import StepUnits
 
 

@@ -17,6 +17,7 @@ from cost_models.efficiency import ANY_ROWS
 from passes.ir.conversions import Step
 from passes.ir.graph import Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, SpmdType, local_shape, shard_dim
+from passes.rules.delta_rule_costs import GATED_DELTA_RULE, DeltaRuleCall
 from passes.rules.expert_rules import grouped_products
 from passes.rules.kinds import (
     ATTENTION,
@@ -31,6 +32,7 @@ from passes.rules.kinds import (
 )
 from passes.rules.linear_rows import LINEAR
 from planner.sharding_ilp.sharding_prices import Pricing
+from planner.whole_step.costs.delta_rule_prices import delta_rule_seconds
 from planner.whole_step.costs.operator_facts import Fusion, OperatorFacts, OperatorTable
 from planner.whole_step.costs.row_exchange import RowExchange, row_exchange
 
@@ -217,6 +219,8 @@ class StepPricing(Pricing):
         num_bytes, local_flops = written + read, flops / cut
         if facts.is_experts:
             return self._experts(node, values, inputs, written, flops=local_flops, live=bool(grads))
+        if node.op == GATED_DELTA_RULE:
+            return delta_rule_seconds(self.prices, self._delta_rule(node, values, inputs), dtype, live=bool(grads))
         if kind == MATMUL:
             return self._product(node, values, inputs, outputs, flops=local_flops, num_bytes=num_bytes, grads=grads)
         if kind == ATTENTION and forms_scores(node):
@@ -252,6 +256,9 @@ class StepPricing(Pricing):
         if facts.is_view or not facts.written:  # what is not written is computed inside of the kernel that reads it
             return 0, 0
         grads = facts.grads if live else ()
+        if node.op == GATED_DELTA_RULE:
+            forward, backward = self._delta_rule(node, values, inputs).launches
+            return forward, backward if grads else 0
         if facts.kind == MATMUL and not facts.is_experts:
             return self._product_launches(node, values, inputs, outputs, grads=grads)
         forward, backward = 1, len(grads) if flops else 1
@@ -349,6 +356,11 @@ class StepPricing(Pricing):
         backward += self.prices.compute_seconds(flops=0.0, num_bytes=2 * passes, dtype=dtype, kind=FUSED_ELEMENTWISE)
         return forward, backward if live else 0.0
 
+    def _delta_rule(self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]) -> DeltaRuleCall:
+        """This device's part of a gated delta rule."""
+        parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
+        return DeltaRuleCall.of(*parts[1:4])
+
     def _formed_attention(
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]
     ) -> tuple[float, float]:
@@ -407,44 +419,3 @@ def _turned(shape: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]
     """Shapes of the products of a matmul's backward: for the first operand's gradient, and the second's."""
     batch, m, n, k = shape
     return [(batch, m, k, n), (batch, k, n, m)]
-
-
-class BatchPrices:
-    """A cost model for one micro-batch: scalars on ``dp`` cost a latency; anything larger there is not possible and
-    costs infinite seconds, as micro-batches are computed one after the other.
-
-    ``sample_latency`` is the latency of an all-reduce over the data-parallel group (0 if there is one device in it);
-    ``mixes`` allows larger collectives on ``dp``, priced at ``sample_bandwidth`` (statistics of a whole batch).
-    ``axes`` are the mesh's, in order: several take part in one collective only side by side.
-    """
-
-    def __init__(
-        self,
-        cost_model: StepPrices,
-        *,
-        sample_latency: float,
-        sample_bandwidth: float,
-        mixes: bool,
-        axes: Sequence[str] = (),
-    ) -> None:
-        self.axes = "_".join(axes)
-        self.inner = cost_model
-        self.compute_seconds = cost_model.compute_seconds
-        self.overlap_slowdown: float = getattr(cost_model, "overlap_slowdown", 0.0)
-        self.host_seconds: float = cost_model.host_seconds
-        self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
-
-    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
-        if EXPERT in axis.split("_") and axis != EXPERT:
-            return math.inf  # the exchange of an axis of experts runs over that alone
-        if "_" in axis and self.axes and axis not in self.axes:
-            return math.inf
-        if axis != DATA:
-            return float(self.inner.collective_seconds(collective, num_bytes=num_bytes, axis=axis))
-        if num_bytes <= SCALAR_BYTES:
-            return self.sample_latency
-        if not self.mixes:
-            return math.inf
-        if not self.sample_latency or math.isinf(self.sample_bandwidth):
-            return 0.0
-        return self.sample_latency + 2.0 * num_bytes / self.sample_bandwidth
