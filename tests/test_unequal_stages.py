@@ -111,7 +111,8 @@ def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, i
     opening = problem.rank_runs[0][first_run].choices[first_choice].costs.reduce_step
     tail = max(opening, sum(waited) + max(0.0, *(c - window for c, window in zip(reduced, windows))))
     if split:
-        fill = sum(max(0.0, load - 2 * weight) for load, weight in zip(loads, weights)) * (p - 1) / p
+        chunks = zip(forward, backward, weights, strict=True)
+        fill = sum(max(f + b - 2 * weight, f, b - weight) for f, b, weight in chunks) * (p - 1) / p
         return m * max(loads) + fill + tail + max(updates), fits
     longest = max(forward) + max(backward) if problem.schedule == "gpipe" else max(loads)
     return (m - 1) * longest + sum(loads) + tail + max(updates), fits

@@ -16,7 +16,7 @@ is a relaxation: with one chunk a rank and a whole backward pass the step
 falls with no figure, since a second of backward shortens the tail by at most the second that it adds to the sum, and
 memory does not depend on the device. Of ZB-H1, whose backward passes are split, the step is
 
-    m·max_r (f[r] + b[r]) + (p-1)/p·Σ_r max(0, f[r] + b[r] - 2·W[r]) + tail + update
+    m·max_r (f[r] + b[r]) + (p-1)/p·Σ_r max(f[r] + b[r] - 2·W[r], f[r], b[r] - W[r]) + tail + update
 
 which falls with W alone, and where a second of backward may shorten the tail by more than it adds: there W is the
 largest over all ranks, and nothing is communicated, so that there is no tail. So whatever bounds the relaxation bounds

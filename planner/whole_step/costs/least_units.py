@@ -31,7 +31,8 @@ Its optimum is no more than that of any sharding under 1F1B and GPipe, with whol
 Under ZB-H1, which splits backward passes, B = (backward - weight ∨ gather) + (weight ∨ reduction), or backward ∨
 reduction where nothing is gathered. F + B is at least what 3 says there, too, and is all that loads take. So a unit has
 that as its backward, communicates nothing, so that there is no tail, and has as many seconds of weight gradients and
-more than can be received, so that no chunk fills anything: a step of m·L and the update, no more than any sharding's.
+more than can be received, so that no chunk fills more than it receives: a step of m·L, that and the update, no more
+than any sharding's.
 
 Where activations go to the host, a unit takes at least as long as they do; that is the larger of both, not the sum. So
 is, on devices whose host is priced, the time in which that launches the unit's operators, as many under any sharding.
