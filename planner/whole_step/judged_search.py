@@ -64,6 +64,8 @@ class JudgedSearch(CappedSearch):
         """The same without the solutions, which ``limit`` leaves out until they are judged."""
         super().go_on_from(other)
         self.solutions = []
+        if self.earlier is not None:  # what no search beats or proves by the closed form may be quicker than that says
+            self.earlier = [dataclasses.replace(entry, stuck_at=math.inf) for entry in self.earlier]
 
     def leave_out(self, searched: JudgedSearch) -> None:
         """Try no candidate again that ``searched``, for what takes less than more, has solved or bounded; what it has
