@@ -136,6 +136,22 @@ def test_what_is_stuck_is_tried_again_where_half_as_much_is_left_to_prove() -> N
     assert done.is_worth_trying(1.2) and done.is_worth_trying(math.inf) and not done.is_worth_trying(1.0)
 
 
+def test_a_search_that_the_simulator_judges_tries_again_what_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Search, "share_prices", lambda search, other: None)
+    candidate = Candidate(MeshLayout(2, 1, 1, 1), local_batch=1, num_microbatches=4, schedule="zbv", chunks_per_rank=2)
+    stuck = SearchEntry(1.0, 0, candidate).given_up(1.01, effort=2.0, cutoff=1.11)
+    search, after, closer = judged(), judged(), Search.__new__(Search)
+    for each in (search, after, closer):
+        vars(each).update(fates=CandidateFates(), demands=Demands(), left=[stuck], solutions=[], finished=set())
+        vars(each).update(shortfalls={})
+    after.go_on_from(search)
+    closer.go_on_from(search)
+    assert [[each.is_worth_trying(1.11) for each in searched.earlier or ()] for searched in (after, closer)] == [
+        [True],
+        [False],
+    ]
+
+
 def test_candidates_of_nearly_one_bound_are_solved_before_one_is_to_be_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "_advance", lambda search, entry: [])
     monkeypatch.setattr(Search, "_solve", lambda search, entry: [])
