@@ -127,14 +127,14 @@ def test_bounds_know_that_one_sample_takes_less_than_its_share() -> None:
         sharded = shards.alone(cut)
         assert sharded is not None
         seconds[cut] = sharded.without_samples
-    taken = 0
+    num_unsound = 0  # of bounds by share alone
     for recorded, cut in itertools.permutations(seconds, 2):
         priced = PricedCuts()
         priced.add(recorded, seconds[recorded])
         assert priced.most(cut) <= seconds[cut] * (1 + 1e-9)
         divides = cut.pieces % recorded.pieces == cut.tensor % recorded.tensor == 0
-        taken += divides and seconds[recorded] * recorded.parts > seconds[cut] * cut.parts * (1 + 1e-6)
-    assert taken  # a bound by share alone would be wrong
+        num_unsound += divides and seconds[recorded] * recorded.parts > seconds[cut] * cut.parts * (1 + 1e-6)
+    assert num_unsound
 
 
 class _FourRanks:

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from passes.torch_compat.delta_rule_sizes import CHUNKS
+
 GATED_DELTA_RULE = "meshwright.gated_delta_rule.default"
-#: Tokens of a chunk by the dims of the decays: 3 where a head has one, 4 where each entry of a key has its own.
-CHUNKS = {3: 64, 4: 16}
 
 
 class PerToken(NamedTuple):

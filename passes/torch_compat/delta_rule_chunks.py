@@ -22,9 +22,34 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-#: Tokens of a chunk, where a head has one decay, and where it has one for each entry of a key: of these the pairs of
-#: tokens are weighed entry by entry, which takes as many passes over a chunk as it has tokens.
-CHUNK, CHANNEL_CHUNK = 64, 16
+from passes.torch_compat.delta_rule_sizes import CHUNKS
+
+
+class DeltaRuleInputs(NamedTuple):
+    """The arguments of ``gated_delta_rule``.
+
+    Attributes:
+        query, key: [batch, tokens, heads, K]; ``value``: [batch, tokens, heads, V].
+        log_decay: [batch, tokens, heads], or one for each entry of a key, [batch, tokens, heads, K].
+        beta: [batch, tokens, heads].
+        initial: the first state, [batch, heads, K, V]; None for zeros.
+        scale: of the queries.
+        epsilon: added to the squared length that queries and keys are normed by; None: they are taken as they are.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor
+    initial: torch.Tensor | None
+    scale: float
+    epsilon: float | None
+
+    @property
+    def by_token(self) -> tuple[torch.Tensor, ...]:
+        """All but the state, of which each token has its own."""
+        return self.query, self.key, self.value, self.log_decay, self.beta
 
 
 class _Chunks(NamedTuple):
@@ -65,55 +90,41 @@ def wide_type(*tensors: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial: torch.Tensor | None,
-    scale: float,
-    epsilon: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def delta_rule(inputs: DeltaRuleInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """``gated_delta_rule``, by operators that have a gradient."""
-    chunks = _chunked(query, key, value, log_decay, beta, scale, epsilon)
-    products = _products(chunks)
-    scanned = _scan(chunks, products, _first_state(initial, key, value, chunks.key.dtype))
+    chunks, products, scanned = _computed(inputs)
     read = torch.matmul(chunks.query * chunks.decay.exp(), scanned.states)
     output = read + torch.matmul(products.pairs[:, :, 1], scanned.written)
-    batch, tokens, heads, _ = value.shape
+    batch, tokens, heads, _ = inputs.value.shape
     return _by_token(output, batch, tokens, heads), scanned.final.unflatten(0, (batch, heads))
 
 
 def delta_rule_gradients(
-    of_output: torch.Tensor,
-    of_final: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial: torch.Tensor | None,
-    scale: float,
-    epsilon: float | None,
+    of_output: torch.Tensor, of_final: torch.Tensor, inputs: DeltaRuleInputs
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of the six tensors, in their dtypes. All but the inputs is computed again."""
-    batch, tokens, heads, _ = value.shape
-    chunks = _chunked(query, key, value, log_decay, beta, scale, epsilon)
-    products = _products(chunks)
-    scanned = _scan(chunks, products, _first_state(initial, key, value, chunks.key.dtype))
+    batch, tokens, heads, _ = inputs.value.shape
+    chunks, products, scanned = _computed(inputs)
     above = _in_chunks(of_output, chunks.key.shape[2], chunks.key.dtype)
     of_written, of_behind, of_initial = _scan_gradients(chunks, products, above, of_final.flatten(0, 1))
     gradients = _chunk_gradients(chunks, products, scanned, above, of_written, of_behind)
-    of_query, of_key = gradients.query * scale, gradients.key
+    of_query, of_key = gradients.query * inputs.scale, gradients.key
     if chunks.norms is not None:
-        of_query = _of_normed(of_query, chunks.query / scale, chunks.norms[0])
+        of_query = _of_normed(of_query, chunks.query / inputs.scale, chunks.norms[0])
         of_key = _of_normed(of_key, chunks.key, chunks.norms[1])
     by_chunk = (of_query, of_key, *gradients[2:5])
     results = [_by_token(gradient, batch, tokens, heads) for gradient in by_chunk]
-    sources = (query, key, value, log_decay, beta)
-    of_first = of_initial.unflatten(0, (batch, heads)).to((of_final if initial is None else initial).dtype)
-    return *(result.view(source.shape).to(source.dtype) for result, source in zip(results, sources)), of_first
+    of_first = of_initial.unflatten(0, (batch, heads)).to(
+        (of_final if inputs.initial is None else inputs.initial).dtype
+    )
+    return *(result.view(source.shape).to(source.dtype) for result, source in zip(results, inputs.by_token)), of_first
+
+
+def _computed(inputs: DeltaRuleInputs) -> tuple[_Chunks, _Products, _Scanned]:
+    """What outputs and gradients are made of."""
+    chunks = _chunked(inputs)
+    products = _products(chunks)
+    return chunks, products, _scan(chunks, products, _first_state(inputs, chunks.key.dtype))
 
 
 def _scan_gradients(
@@ -199,35 +210,22 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sum(-1, keepdim=True)
 
 
-def _first_state(
-    initial: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _first_state(inputs: DeltaRuleInputs, dtype: torch.dtype) -> torch.Tensor:
     """The state before the first token, [batch · heads, K, V]."""
-    if initial is not None:
-        return initial.flatten(0, 1).to(dtype)
-    batch, _, heads, width = value.shape
-    return torch.zeros(batch * heads, key.shape[-1], width, dtype=dtype, device=value.device)
+    if inputs.initial is not None:
+        return inputs.initial.flatten(0, 1).to(dtype)
+    batch, _, heads, width = inputs.value.shape
+    return torch.zeros(batch * heads, inputs.key.shape[-1], width, dtype=dtype, device=inputs.value.device)
 
 
-def _chunked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    epsilon: float | None,
-) -> _Chunks:
-    size = min(CHUNK if log_decay.dim() == 3 else CHANNEL_CHUNK, max(1, key.shape[1]))
-    dtype = wide_type(query, key, value, log_decay, beta)
-    query, key, value, log_decay, beta = (
-        _in_chunks(tensor, size, dtype) for tensor in (query, key, value, log_decay, beta)
-    )
-    norms = None
+def _chunked(inputs: DeltaRuleInputs) -> _Chunks:
+    size = min(CHUNKS[inputs.log_decay.dim()], max(1, inputs.key.shape[1]))
+    dtype, epsilon, norms = wide_type(*inputs.by_token), inputs.epsilon, None
+    query, key, value, log_decay, beta = (_in_chunks(tensor, size, dtype) for tensor in inputs.by_token)
     if epsilon is not None:
         norms = _inverse_norm(query, epsilon), _inverse_norm(key, epsilon)
         query, key = query * norms[0], key * norms[1]
-    return _Chunks(query * scale, key, value, log_decay.cumsum(2), beta, norms)
+    return _Chunks(query * inputs.scale, key, value, log_decay.cumsum(2), beta, norms)
 
 
 def _in_chunks(tensor: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from passes.torch_compat.delta_rule_chunks import delta_rule, delta_rule_gradients, wide_type
+from passes.torch_compat.delta_rule_chunks import DeltaRuleInputs, delta_rule, delta_rule_gradients, wide_type
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor beta, Tensor? initial, float scale, "
@@ -32,25 +32,19 @@ for _schema in (
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def check_shapes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial: torch.Tensor | None,
-) -> None:
+def check_shapes(inputs: DeltaRuleInputs) -> None:
     """Refuse tensors that do not fit together.
 
     Raises:
         ValueError: says which, and the shape that it must have.
     """
+    key, value = inputs.key, inputs.value
     if key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             f"gated_delta_rule: key {list(key.shape)} and value {list(value.shape)} must be "
             "[batch, tokens, heads, width]"
         )
-    lead, (*of_values, width) = list(key.shape[:3]), value.shape
+    lead, width = list(key.shape[:3]), value.shape[-1]
     expected = {
         "query": [list(key.shape)],
         "value": [[*lead, width]],
@@ -58,13 +52,13 @@ def check_shapes(
         "beta": [lead],
         "initial": [[lead[0], lead[2], key.shape[-1], width]],
     }
-    tensors = dict(zip(_TENSORS, (query, key, value, log_decay, beta, initial)))
+    tensors: dict[str, torch.Tensor | None] = {name: getattr(inputs, name) for name in _TENSORS}
     for name, shapes in expected.items():
         tensor = tensors[name]
         if tensor is not None and list(tensor.shape) not in shapes:
             raise ValueError(
                 f"gated_delta_rule: {name} is {list(tensor.shape)}, expected {' or '.join(map(str, shapes))} beside "
-                f"key {list(key.shape)} and value {[*of_values, width]}"
+                f"key {list(key.shape)} and value {list(value.shape)}"
             )
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_floating_point():
@@ -72,21 +66,24 @@ def check_shapes(
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    check_shapes(*arguments[:6])
-    with torch.autocast(arguments[0].device.type, enabled=False):
-        return delta_rule(*arguments)
+    inputs = DeltaRuleInputs(*arguments)
+    check_shapes(inputs)
+    with torch.autocast(inputs.query.device.type, enabled=False):
+        return delta_rule(inputs)
 
 
-def _run_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    with torch.autocast(arguments[0].device.type, enabled=False):
-        return delta_rule_gradients(*arguments)
+def _run_gradients(of_output: torch.Tensor, of_final: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    with torch.autocast(of_output.device.type, enabled=False):
+        return delta_rule_gradients(of_output, of_final, DeltaRuleInputs(*arguments))
 
 
-def _shapes(query: Any, key: Any, value: Any, log_decay: Any, beta: Any, initial: Any, *_: Any) -> Any:
-    check_shapes(query, key, value, log_decay, beta, initial)
-    dtype = wide_type(query, key, value, log_decay, beta)
+def _shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = DeltaRuleInputs(*arguments)
+    check_shapes(inputs)
+    value, dtype = inputs.value, wide_type(*inputs.by_token)
     batch, _, heads, width = value.shape
-    return value.new_empty(value.shape, dtype=dtype), value.new_empty((batch, heads, key.shape[-1], width), dtype=dtype)
+    state = value.new_empty((batch, heads, inputs.key.shape[-1], width), dtype=dtype)
+    return value.new_empty(value.shape, dtype=dtype), state
 
 
 def _shapes_of_gradients(of_output: Any, of_final: Any, *inputs: Any) -> Any:
@@ -107,7 +104,7 @@ def _backward(ctx: Any, of_output: torch.Tensor, of_final: torch.Tensor) -> tupl
         return *(None if tensor is None else each for tensor, each in zip(tensors, gradients)), None, None
     # One that is differentiated again is made of operators that have a gradient.
     places = [place for place, needed in enumerate(ctx.needs_input_grad[:6]) if needed]
-    outputs, above = delta_rule(*inputs), (of_output, of_final)
+    outputs, above = delta_rule(DeltaRuleInputs(*inputs)), (of_output, of_final)
     sources = [tensors[place] for place in places]
     of_sources = torch.autograd.grad(outputs, sources, above, create_graph=True, allow_unused=True)
     by_place = dict(zip(places, of_sources))

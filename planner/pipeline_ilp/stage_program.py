@@ -27,7 +27,7 @@ class Linear:
 
     def add(self, other: Linear, factor: float = 1.0) -> Linear:
         """Add ``factor`` times another expression, in place."""
-        plain = factor == 1.0  # most are, and copying them takes a tenth
+        plain = factor == 1.0  # most are, and copying takes a tenth of multiplying
         self.terms.extend(other.terms if plain else [(column, factor * value) for column, value in other.terms])
         self.constant += factor * other.constant
         return self

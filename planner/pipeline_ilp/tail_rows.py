@@ -25,9 +25,10 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
     else:
         add_tail_of_all(stage, backward, tail, whole=whole)
     stage.at_least(tail, _of_first(stage, "reduce_step"))
-    waits = Linear().add(stage.seconds(range(problem.num_chunks), "last_wait"), whole)
-    for late in _late(stage) if problem.may_be_late else ():
-        stage.at_least(tail, late.add(waits))
+    if problem.may_be_late:
+        waits = stage.seconds(range(problem.num_chunks), "last_wait")
+        for late in _late(stage):
+            stage.at_least(tail, late.add(waits))
 
 
 def add_tail_of_all(stage: StageProgram, backward: Sequence[Linear], tail: int, *, whole: float) -> None:

@@ -417,7 +417,7 @@ class Search(BoundedSearch):
         bound = max(entry.bound, solved.bound)
         ended = solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff()
         is_stuck = not ended and entry.is_stuck(bound, cutoff=self._cutoff())
-        if ended or is_stuck or not self._is_worth_more(bound):  # what is stuck a later search tries once, as hard
+        if ended or is_stuck or not self._is_worth_more(bound):  # what is stuck a later search may try, as hard
             self.left.append(entry.given_up(bound, effort=effort * is_stuck, cutoff=self._cutoff()))
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort, stuck_at=float("inf"))

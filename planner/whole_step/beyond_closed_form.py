@@ -96,8 +96,6 @@ class BeyondClosedForm:
         if best.report.seconds >= seconds:
             return plan, other
         rivals = [judge(self.solutions[id(plan.step)][1]), *others]
-        other.fates.go_on_from(self.search.fates)
-        outcome = dataclasses.replace(outcome, counts=other.fates.counts)
         faster = extract(other, outcome, best, rivals, cluster=self.cluster, constraints=self.pins)
         alternatives = {each.what: each for each in (*faster.step.alternatives, *plan.step.alternatives)}
         step = dataclasses.replace(faster.step, alternatives=tuple(alternatives.values()))
